@@ -1464,6 +1464,7 @@ def test_every_size_of_a_shape_is_an_int_from_its_least_on() -> None:
     for name in FIELDS.keys() - {"tokens_per_request"}:
         with pytest.raises(ValueError, match=f"^{name}={2**31} must be at most"):
             dataclasses.replace(shape, **{name: 2**31})
+        dataclasses.replace(shape, **{"max_requests": 2**31 - 1} | {name: 2**31 - 1})
     for name in flags:
         with pytest.raises(TypeError, match=f"^{name} must be True or False"):
             dataclasses.replace(shape, **{name: 1})

@@ -162,6 +162,18 @@ def test_the_bytes_of_a_request_are_those_of_all_workers() -> None:
     assert request_bytes(least, 20) < min(request_bytes(rule, 20), request_bytes(packed, 20))
 
 
+@pytest.mark.parametrize("window", [3, 6, 12])
+def test_of_equal_requests_and_bytes_the_fewest_groups_are_taken(window: int) -> None:
+    """Group sizes are tried before packing, and that of one layer needs as many bytes."""
+    layers = by_name([full(block_size=2)] * 4)
+    layers |= {f"w{i}": sliding(window, block_size=8) for i in range(3)}
+    options: dict[str, Any] = {"max_model_len": 40, "limits": Limits(max_in_flight_tokens=8)}
+    least, packed = (
+        plan_cache(layers, 2**18, grouping=g, **options) for g in ("least_waste", "packed")
+    )
+    assert least.groups == packed.groups and len(least.groups) == 4
+
+
 def test_between_equals_the_rule_wins_even_if_packing_saves_bytes() -> None:
     layers = by_name([full(block_size=4)] + [sliding(block_size=4, num_kv_heads=1)] * 5)
     memory = 12 * sum(spec.page_bytes for spec in layers.values())
@@ -321,6 +333,9 @@ def test_a_refusal_names_the_blocks_that_would_fit() -> None:
     assert promised(plan_cache(layers, 80 * GIB, max_model_len=8192).warning) == (9, 8192, 261)
     with pytest.raises(KVCacheCapacityError, match=r"block_size=16 and no page_bytes_padded$"):
         plan_cache(layers, 80 * GIB, max_model_len=100_000)
+    options: dict[str, Any] = {"max_model_len": 100_000, "fit_max_model_len": True}
+    with pytest.raises(KVCacheCapacityError, match=r"^request_len=.* no page_bytes_padded$"):
+        plan_cache(layers, 80 * GIB, request_len=99_000, **options)
     plan_cache(in_small_blocks(layers), 80 * GIB, max_model_len=100_000)
     with pytest.raises(KVCacheCapacityError, match=r"\(62,500 blocks\)$"):  # nor do small ones fit
         plan_cache(layers, 2 * GIB, max_model_len=999_936)

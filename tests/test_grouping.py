@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from jaxkv._src.hf_config import layers_from_config, load_config
@@ -329,6 +329,20 @@ def test_among_equals_least_waste_takes_the_fewest_groups(full_heads, window_hea
     assert counts == sorted(counts) and counts[0] == 3 and best == tried[0]
 
 
+@given(MODELS)
+def test_least_waste_tries_every_group_size_and_takes_the_cheapest(layers: Layers) -> None:
+    """From that of the largest bucket, which the rule may take, to one layer in each group."""
+    tried: list[tuple[Group, ...]] = []
+    make_groups(layers, grouping="least_waste", cost=lambda groups: tried.append(groups) or 0)
+    assume(tried)  # layers of one growth are in one group, whatever it costs
+    counts = [Counter(group.specs[0] for group in groups) for groups in tried]
+    buckets = Counter(unify_pages(layers).values())
+    for size in range(1, max(buckets.values()) + 1):
+        assert {spec: -(-count // size) for spec, count in buckets.items()} in counts
+    costs = [len(groups) * max(group.page_bytes for group in groups) for groups in tried]
+    assert make_groups(layers, grouping="least_waste") == tried[costs.index(min(costs))]
+
+
 @pytest.mark.parametrize(
     ("layers", "options", "message"),
     [
@@ -429,7 +443,12 @@ def test_a_layer_is_asked_for_by_its_name() -> None:
         (r"layers\['a'\]: its", lambda: unify_pages({"a": mla(), "b": full(num_kv_heads=999)})),
         ("state_page_bytes", lambda: hybrid_block_size(full(), 0)),
         (r"layers \['b'\] are in none", lambda: layout_of({"a": full()}, ["b"])),
+        (r"layers \['b'\] are in none", lambda: layout_of({"a": full()}, ["a", "b"])),
         (r"layers\['b'\] shares the cache of 'c'", lambda: layout_of({"a": full()}, shared="bc")),
+        (
+            r"layers\['c'\] shares the cache of 'b', which is not on its worker",
+            lambda: layout_of({"a": full(), "b": full()}, ["a"], shared="cb"),
+        ),
         (
             r"layers\['a'\] both owns",
             lambda: layout_of(by_name([full()]) | {"a": full()}, shared="aa"),

@@ -104,13 +104,19 @@ def scaled(pair: tuple[Any, Any], *, by: Any) -> dict[str, Any]:
     return {"sum": pair[0] + pair[1], "scaled": pair[0] * by[0]}
 
 
-X, OTHER = jnp.arange(4.0), types.SimpleNamespace(device_kind="another")
+X, DEVICE = jnp.arange(4.0), jax.devices()[0]
+OPTIONS = types.MappingProxyType({"a": 1})
 
 
 class Call(NamedTuple):
     pair: tuple[Any, Any] = (X, X)
-    by: Any = (2, SPEC)
+    by: Any = (2, SPEC, OPTIONS)
     context: Any = contextlib.nullcontext()
+
+
+def another_device(**changes: Any) -> list[types.SimpleNamespace]:
+    known = {name: getattr(DEVICE, name, None) for name in ("device_kind", "core_count")}
+    return [types.SimpleNamespace(**known | changes)]
 
 
 # What a call depends on: functions that return another call, or change what is around it.
@@ -118,16 +124,25 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Call | None]] = {
     "shape": lambda patch: Call((X[:3], X[:3])),
     "dtype": lambda patch: Call((X.astype(int), X.astype(int))),
     "weak type": lambda patch: Call((X, jnp.asarray(1.0) * 1)),
-    "static": lambda patch: Call(by=(3, SPEC)),
-    "type of a static": lambda patch: Call(by=(2.0, SPEC)),
-    "field of a spec": lambda patch: Call(by=(2, dataclasses.replace(SPEC, head_size=128))),
+    "static": lambda patch: Call(by=(3, SPEC, OPTIONS)),
+    "type of a static": lambda patch: Call(by=(2.0, SPEC, OPTIONS)),
+    "field of a spec": lambda patch: Call(
+        by=(2, dataclasses.replace(SPEC, head_size=128), OPTIONS)
+    ),
+    "type of a spec": lambda patch: Call(
+        by=(2, jaxkv.CrossAttentionSpec(**dataclasses.asdict(SPEC)), OPTIONS)
+    ),
+    "key of a mapping": lambda patch: Call(by=(2, SPEC, types.MappingProxyType({"b": 1}))),
+    "value of a mapping": lambda patch: Call(by=(2, SPEC, types.MappingProxyType({"a": 2}))),
     "setting": lambda patch: Call(context=jax.default_matmul_precision("highest")),
     "variable": lambda patch: patch.setenv("MOSAIC_GPU_DUMP_PTX", "1"),
+    "Python": lambda patch: patch.setattr(sys, "version", "3.99"),
     "jax": lambda patch: patch.setattr(jax, "__version__", "0.99"),
     "jaxlib": lambda patch: patch.setattr(jaxlib, "__version__", "0.99"),
     "device": lambda patch: patch.setattr(
-        jax, "devices", lambda: [types.SimpleNamespace(device_kind="new")]
+        jax, "devices", lambda: another_device(device_kind="new")
     ),
+    "cores": lambda patch: patch.setattr(jax, "devices", lambda: another_device(core_count=7)),
     "code": lambda patch: patch.setattr(kept, "_hash_of_code", lambda: b"other"),
 }
 
@@ -175,10 +190,11 @@ def test_each_platform_has_code_of_its_own(tmp_path: pathlib.Path) -> None:
         assert files(place) == {"scaled": count}
 
 
+@pytest.mark.parametrize("package", [jaxkv, pallas_kernels], ids=lambda package: package.__name__)
 def test_the_hash_of_the_code_is_that_of_all_modules(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    package: types.ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pallas_kernels, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(package, "__path__", [str(tmp_path)])
     found = []
     for text in ("a = 1", "a = 2", "a = 1"):
         (tmp_path / "folder").mkdir(exist_ok=True)

@@ -47,7 +47,7 @@ from jaxkv._src.specs import (
     SharedKVSpec,
     StateSpec,
 )
-from tests.layer_examples import Layers, by_name, full, mla, sliding, state
+from tests.layer_examples import Layers, by_name, chunked, cross, full, mla, sliding, state
 
 DTYPES = ["fp8", "bf16", "f32"]
 ATTENTION = st.builds(
@@ -645,8 +645,18 @@ def test_a_pool_is_stacked_unless_the_slots_of_its_layers_pass_int32() -> None:
     for specs in ([narrow, full(), full()], [full(), full(), narrow]):  # the longer stack counts
         assert buffers_of(layout_of(by_name(specs)), most).stacked
         assert not buffers_of(layout_of(by_name(specs)), most + 1).stacked
+    for spec in (sliding(), chunked(), cross()):
+        assert buffers_of(layout_of(by_name([spec, spec])), most).stacked
+        assert not buffers_of(layout_of(by_name([spec, spec])), most + 1).stacked
+    wide = [sliding(block_size=8, num_kv_heads=4)] * 2  # the larger blocks count
+    for specs in ([full(), full(), *wide], [*wide, full(), full()]):
+        assert buffers_of(layout_of(by_name(specs)), most).stacked
+        assert not buffers_of(layout_of(by_name(specs)), most + 1).stacked
     states = layout_of(by_name([state(), state()]))
     assert buffers_of(states, most + 1).stacked  # states have no slots
+    assert buffers_of(layout_of({"a": state()}), 2**31 - 1).shapes == ((1, 2**31 - 1, 80),)
+    with pytest.raises(ValueError, match="2,147,483,648 contiguous extents"):
+        buffers_of(layout_of({"a": state()}), 2**31)
 
 
 def test_a_worker_has_buffers_for_its_own_layers() -> None:
@@ -689,6 +699,8 @@ def test_a_period_chooses_among_the_layers_of_one_spec_in_a_group() -> None:
     assert mixed.period_layers("c") == ("a", "c") and mixed.period_layers("b") == ("b",)
     shared = make_layout(make_groups(MIXED), shared={"d": "c"})
     assert buffers_of(shared).period_layers("d") == ("a", "c")
+    unlike = {"a": full(**FOUR), "b": full(dtype="f16", **FOUR)}  # in pages of one size
+    assert buffers_of(layout_of(unlike)).period_layers("b") == ("b",)
     alone = {"a": full(**FOUR), "s": state(block_size=4)}
     assert buffers_of(layout_of(alone), stacked=False).period_layers("a") == ("a",)
 
@@ -841,7 +853,13 @@ TILED = {"tile_tokens": 64}
         ({}, {"layer": 2, "num_layers": 2}, None, "layer=2 is not one of num_layers=2"),
         ({}, {"num_blocks": 0}, None, "num_blocks must be at least 1"),
         ({}, {"page_bytes": 64}, None, "page_bytes=64 cannot hold 524288 bytes"),
-        ({}, {"page_bytes": 524289}, None, "multiples of 2 bytes"),
+        (
+            {},
+            {"page_bytes": 2**19 + 9, "page_offset_bytes": 10},
+            None,
+            "page_bytes=524297 cannot hold 524288 .* page_offset_bytes=10; use at least 524298",
+        ),
+        ({}, {"page_bytes": 524289}, None, "page_bytes=524289 and .* multiples of 2 bytes"),
         ({}, {"page_bytes": 2**20, "page_offset_bytes": 3}, None, "page_offset_bytes=3 must be"),
         ({"order": "LHBNC"}, {"page_bytes": 524290}, None, "multiples of 16 bytes"),
         (
@@ -850,7 +868,7 @@ TILED = {"tile_tokens": 64}
             None,
             "divides a page among",
         ),
-        ({}, {"page_bytes": 2**20}, 64, "padding would lie between"),
+        ({}, {"page_bytes": 2**20, "num_layers": 2}, 64, "because padding would lie between"),
         ({"order": "LBHNC"}, {}, 64, "the other of 8 heads would lie between"),
         ({"order": "BHLNC"}, {"num_layers": 2}, 64, "2 layers and the other of 8 heads"),
         ({"order": "HND"}, {}, 64, "make the cache with kernel_block_sizes of 64"),
@@ -879,6 +897,7 @@ def test_views_that_do_not_exist_are_refused_by_name(order, place, size, message
     [
         ({"axes": "BNN"}, "axes='BNN' must name B and N"),
         ({"axes": "BHC"}, "axes='BHC' must name B and N"),
+        ({"axes": "BNL"}, "axes='BNL' must name B and N"),
         ({"strides_bytes": (8, 2)}, "one entry per axis"),
         ({"shape": (5, 4, 1)}, "counts 5 blocks on axis 0, not a multiple of num_blocks=2"),
         ({"shape": (0, 4, 1)}, r"shape\[0\] must be at least 1, got 0"),

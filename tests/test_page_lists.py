@@ -321,6 +321,9 @@ def test_widths_follow_requests_pool_and_window() -> None:
     assert width(num_pages=4) == 4 * 3  # four requests may see the same three pages
     assert width(num_pages=4, pages_are_shared=False) == 3
     assert width(pages_are_shared=False) == 4 * PAGES  # less than the layer's
+    few = dataclasses.replace(SIZES, max_num_batched_tokens=2)  # than requests, and in a group
+    assert few.list_width == few.csr_capacity == 2 * PAGES
+    assert dataclasses.replace(SIZES, max_num_batched_tokens=5).csr_capacity == 5 * PAGES
     assert width(num_pages=2) == 4  # the fewest: one page, which all may see
     assert dataclasses.replace(SIZES, num_pages=4).block_mask_width == 3
     assert width(sliding_window=1) == 4  # each token sees one page
@@ -475,6 +478,19 @@ def test_sizes_that_are_none_are_refused_by_name(changes, error, message) -> Non
         page_list_bytes(SIZES, "dense")
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         max_num_query_groups(0, 16)
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "longest", "message"),
+    [(2**30 - 1, 2**31 - 2, "token positions"), (1, 2**30 - 2, "the pages that a batch lists")],
+)
+def test_sizes_are_taken_as_long_as_int32_counts_what_is_listed(
+    page_tokens: int, longest: int, message: str
+) -> None:
+    one = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "q_block_tokens": 1, "num_pages": 4}
+    sizes = PageListSizes(**one, max_model_len=longest, page_tokens=page_tokens)
+    with pytest.raises(ValueError, match=f"{message} reach"):
+        dataclasses.replace(sizes, max_model_len=longest + 1)
 
 
 # Error flags.

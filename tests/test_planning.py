@@ -28,7 +28,7 @@ from jaxkv._src.planning import (
     make_layout,
     plan_cache,
 )
-from jaxkv._src.specs import EncoderOnlySpec, Limits, SharedKVSpec
+from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
 from jaxkv._src.uploads import StepShape
 from tests.layer_examples import (
     LIMITS,
@@ -67,6 +67,7 @@ def test_the_pool_fills_memory_to_less_than_one_block(
     except KVCacheCapacityError as refusal:
         assert need(make_groups(layers), 1, limits) > num_blocks - 1
         assert (refusal.usable_blocks, refusal.longest_len) == (num_blocks - 1, 0)
+        assert "set max_model_len" not in str(refusal)  # no length would do
         return
     assert plan.num_blocks == num_blocks
     assert plan.bytes_per_block == (block_bytes,)
@@ -86,6 +87,8 @@ def test_plans_find_the_longest_request_that_fits_and_refusals_name_it(
         assert refusal.value.needed_blocks == need(groups, MAX_LEN, limits) > usable
         assert refusal.value.usable_blocks == usable
         assert refusal.value.longest_len == longest
+        named = re.findall(r"set max_model_len to at most (\d+) or raise", str(refusal.value))
+        assert named == [str(longest)] * (longest > 0)
         return
     plan = plan_of(layers, num_blocks, MAX_LEN, fit_max_model_len=fit, limits=limits)
     assert plan.max_model_len == longest
@@ -182,8 +185,8 @@ def test_rows_are_as_many_as_int32_counts_their_cells() -> None:
 def test_slots_beyond_int32_are_refused_at_plan_time() -> None:
     assert plan_of({"a": state()}, 2**27 + 1, 1).num_blocks == 2**27 + 1  # states have no slots
     limits = Limits(max_encoder_tokens=1)
-    cases = [(full(), 2**27 - 1), (full(block_size=1), 2**31 - 1), (state(), 2**31 - 1)]
-    for spec, most in [*cases, (cross(), 2**27 - 1)]:
+    cases = [(spec, 2**27 - 1) for spec in (full(), sliding(), chunked(), cross())]
+    for spec, most in [*cases, (full(block_size=1), 2**31 - 1), (state(), 2**31 - 1)]:
         assert plan_of({"a": spec}, most, 1, limits=limits).num_blocks == most
         with pytest.raises(ValueError, match=f"num_blocks_override to at most {most:,}"):
             plan_of({"a": spec}, most + 1, 1, limits=limits)
@@ -277,6 +280,7 @@ def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None
     assert plan.num_blocks == 7
     assert plan.bytes_per_block == (block, 0, block)
     assert plan.layouts[1].tensors == ()
+    assert repr(plan) == f"Plan(1 groups, 7 blocks of {block:,} bytes, requests up to 96 tokens)"
     assert f"{(9 + 7) * block + 1:,} bytes" in str(plan)
     assert f"{2 * block + 1:,} left over" in str(plan)
     with pytest.raises(ValueError, match="num_blocks_override=8 is more than the 7 blocks"):
@@ -383,9 +387,21 @@ def test_the_longest_request_of_several_ranks_fills_the_blocks_of_every_group(ra
         assert plan.admission_blocks(longest) <= blocks - 1 < plan.admission_blocks(longest + 1)
 
 
-def test_context_parallelism_is_refused_where_groups_drop_tokens() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel=2 .* 1 x \(1 sliding @ 4\) do not"):
-        plan_cache({"a": FULL, "b": SLIDING}, 2**20, max_model_len=8, context_parallel=2)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(SLIDING, CHUNKED, cross(block_size=4)),
+        *(state(block_size=4, cache_mode=mode) for mode in ("none", "align", "all")),
+    ],
+    ids=str,
+)
+def test_context_parallelism_is_refused_where_groups_drop_tokens(spec: LayerSpec) -> None:
+    limits = Limits(max_encoder_tokens=4)
+    options: dict[str, Any] = {"max_model_len": 8, "limits": limits, "context_parallel": 2}
+    for layers in ({"b": spec}, {"a": FULL, "b": spec}, {"b": spec, "a": FULL}):
+        groups = rf"1 x \(1 {spec.kind} @ \d+\)"
+        with pytest.raises(ValueError, match=rf"context_parallel=2 .* tokens, and {groups} do not"):
+            plan_cache(layers, 2**20, **options)
 
 
 def test_cross_attention_without_encoder_tokens_is_refused() -> None:
@@ -477,6 +493,17 @@ def test_tokens_that_fit_fill_whole_requests_and_a_shorter_one(
 ) -> None:
     assume(need(make_groups(layers), length, limits) < blocks)
     plan = plan_of(layers, blocks, MAX_LEN, fit_max_model_len=True, limits=limits)
+    check_tokens_that_fit(plan, length)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tokens_that_fit_are_those_of_all_ranks(ranks: int) -> None:
+    for blocks, length in itertools.product(range(12, 30), (7, 20, 40)):
+        plan = plan_of(ONE, blocks, MAX_LEN, context_parallel=ranks)
+        check_tokens_that_fit(plan, length)
+
+
+def check_tokens_that_fit(plan: Plan, length: int) -> None:
     whole, rest = divmod(plan.tokens_that_fit(length), length)
     assert whole == plan.requests_that_fit(length) >= 1
     left = plan.usable_blocks - whole * plan.steady_blocks(length)
@@ -540,6 +567,54 @@ def test_a_plan_prints_itself_in_eight_lines(layers: Layers, limits: Limits, spa
         assert f"{count:,} blocks, {num_bytes}<" in plan._repr_html_()
 
 
+# What a plan says of two workers with blocks of other sizes, sinks, and windows with padding.
+IN_BOTH = {
+    "groups": "1 x (3 full @ 4) + 1 x (3 sliding @ 4)",
+    "zero new blocks": "yes: groups 0, 1 overlay bytes of another meaning",
+}
+IN_TEXT = IN_BOTH | {
+    "layers": "6 with a cache",
+    "block": "512 bytes in 2 tensors, 0 to 384 unused, by group",
+    "longest request": "40 tokens: admission charges 15 blocks",
+}
+IN_HTML = IN_BOTH | {
+    "workers": "2; bytes are of all together",
+    "block": "768 bytes, 0 to 384 unused, by group",
+    "memory": "24.75 KiB",
+    "admission charges": "15 blocks, 11.25 KiB",
+    "held while it decodes": "13 blocks, 9,984 B",
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "left", "blocks", "run", "tokens", "usual"),
+    [
+        (None, "0 left over", "33 of which 30 usable", 2, 2 * 40 + 8, 3),
+        (64, "23,808 too few", "64 of which 61 usable", 4, 4 * 40 + 16, 7),
+    ],
+)
+def test_a_plan_prints_the_figures_of_all_workers(
+    override, left, blocks, run, tokens, usual
+) -> None:
+    kept = full(block_size=4, sink_tokens=6)
+    window = sliding(block_size=4, num_kv_heads=1, page_bytes_padded=kept.page_bytes)
+    workers = [{"f0": kept, "w0": window}, {"f1": kept, "f2": kept, "w1": window, "w2": window}]
+    options: dict[str, Any] = {"num_blocks_override": override, "override_beyond_memory": True}
+    options |= {"max_model_len": 40, "request_len": 20, "limits": Limits(max_in_flight_tokens=8)}
+    plan = plan_cache(workers, [33 * 256, 33 * 512], **options)
+    each = "blocks each once they decode"
+    both = {"blocks": blocks, "usual requests": f"20 tokens: {usual} run at once, 8 {each}"}
+    if override is None:
+        both["grouping"] = "rule runs 3 requests of 20 tokens at once in 2 groups; packed 3 in 2"
+    assert {line[:16].strip(): line[17:] for line in str(plan).splitlines()} == IN_TEXT | both | {
+        "memory": f"25,344 bytes (24.75 KiB) given, {left}",
+        "such requests": f"{run} run at once, 13 {each}; {tokens} tokens in all",
+    }
+    _, *cells = re.findall(r">([^<>\n]+)<", plan._repr_html_())
+    of_html = {"run at once": f"{run} requests", "tokens in all": str(tokens)}
+    assert dict(itertools.batched(cells, 2)) == IN_HTML | both | of_html
+
+
 def test_workers_agree_about_equal_specs() -> None:
     twice = plan_cache([{"a": full()}, {"a": full()}], [2**20] * 2, max_model_len=8)
     once = {"a": full()}
@@ -566,6 +641,8 @@ def plan_one(memory_bytes: Any = 2**20, **changes: Any) -> Plan:
 BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
     ("layers", lambda: plan_one(layers=None)),
     ("layers", lambda: plan_one(layers={})),
+    ("layers lists no worker", lambda: plan_one(layers=[])),
+    ("layers must be mapped from names", lambda: plan_one(layers={0: full()})),
     ("layers must map names", lambda: plan_one(layers=[full()])),
     (r"layers\['a'\] must be a layer spec", lambda: plan_one(layers={"a": "full"})),
     ("layers", lambda: plan_one([1, 1], layers=[{}, {}])),
@@ -573,12 +650,17 @@ BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
         "layers: workers disagree",
         lambda: plan_one([10**6] * 2, layers=[{"a": full()}, {"a": sliding()}]),
     ),
+    (
+        "layers: workers disagree about the spec of 'a'",
+        lambda: plan_one([10**6] * 2, layers=[{"a": full()}, {"a": full(dtype="f16")}]),
+    ),
     ("memory_bytes", lambda: plan_one(0)),
     ("memory_bytes", lambda: plan_one(-1)),
     ("memory_bytes", lambda: plan_one(True)),
     ("memory_bytes must be an int", lambda: plan_one(80e9)),
     ("memory_bytes must be an int", lambda: plan_one("80GiB")),
     ("memory_bytes", lambda: plan_one([80e9])),
+    ("memory_bytes must", lambda: plan_one([10**6, 0], layers=[{"a": full()}] * 2)),
     ("memory_bytes has 2 entries for 1 workers", lambda: plan_one([10**6, 10**6])),
     ("memory_bytes to at least", lambda: plan_one(2 * full().page_bytes - 1)),
     ("max_model_len", lambda: plan_one(max_model_len=0)),

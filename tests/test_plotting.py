@@ -6,6 +6,7 @@ import html.parser
 import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,11 +25,12 @@ from jaxkv import plotting
 from jaxkv._src.block_tables import append_block_ids, pack_entries
 from jaxkv._src.blocks import BlockPool, BlockUse
 from jaxkv._src.hf_config import encoder_len
-from jaxkv._src.internal.html import GROUP_COLOURS, html_table, text_colour
-from jaxkv._src.internal.text import describe_unused, readable
-from jaxkv._src.layout import ORDERS, PhysicalOrder
+from jaxkv._src.internal.html import GROUP_COLOURS, group_colour, html_table, text_colour
+from jaxkv._src.internal.text import describe_unused, readable, shown
+from jaxkv._src.layout import ORDERS, PhysicalOrder, row_format
 from jaxkv._src.plotting import Holder
-from jaxkv._src.plotting._style import spread
+from jaxkv._src.plotting._spans import short_names
+from jaxkv._src.plotting._style import PALE, group_style, spread, tick_cells
 from tests.helpers import hybrid_layers, hybrid_plan, ids_of_group
 from tests.layer_examples import STATES, TOKEN_SPECS
 
@@ -310,6 +312,11 @@ def check_memory(plan: jaxkv.Plan, length: int, worker: int = 0) -> None:
         )
         start += num_bytes
     assert start == max(memory, plan.num_blocks * block) and not bars[True]
+    assert ax.get_xlim() == pytest.approx((0, start / size))
+    assert ax.lines[0].get_xdata()[0] == pytest.approx(memory / size)
+    for bar, (name, *_) in zip((b for b in ax.patches if not b.get_hatch()), rows, strict=True):
+        group = re.match(r"group (\d+)", name)
+        assert colour_of(bar) == (group_colour(int(group[1])) if group else PALE.upper())
     assert title_of(ax.figure) == (
         f"{fit:,} request{'s' * (fit != 1)} of {length:,} tokens at once in {readable(memory)}: "
         f"{plan.num_blocks:,} blocks of {block:,} bytes"
@@ -368,9 +375,15 @@ def test_a_row_of_a_layout_counts_the_layers_that_read_its_group(name: str) -> N
         assert label.get_text().splitlines() == [f"group {i}: {group}", *more]
 
 
-def test_a_layout_of_many_tensors_says_how_many_it_draws() -> None:
+@pytest.mark.parametrize(("count", "options"), [(12, {}), (1, {"max_tensors": 1})])
+def test_of_many_tensors_the_first_are_drawn_and_counted(count: int, options) -> None:
     layout = PLANS["llama-3.1-8b"].layout
-    assert "32 tensors (first 12 drawn)" in title_of(plotting.plot_layout(layout))
+    (ax,) = plotting.plot_layout(layout, **options).axes
+    assert f"32 tensors (first {count} drawn)" in title_of(ax.figure)
+    edges = [line.get_xdata()[0] for line in ax.lines]
+    assert len(edges) == count + 1 and ax.get_xlim() == (0, edges[-1])
+    drawn = sorted(bar.get_x() for bar in ax.patches if not bar.get_hatch())
+    assert drawn == edges[:-1]  # a layer in each
 
 
 @given(
@@ -459,6 +472,8 @@ def test_the_pool_map_fills_the_cells_that_are_held(is_shared: bool, seed: int) 
         for block_id, holder in snapshot.items()
     }
     assert drawn == {cell: holder.group for cell, holder in held.items()}
+    for collection in filled:
+        assert colour_of(collection) == group_colour(groups[collection.get_label()])
     lines = {tuple(map(tuple, segment.astype(int).tolist())) for segment in borders.get_segments()}
     wanted = set()
     for step, block in itertools.product(range(len(snapshots) + 1), range(SMALL.num_blocks + 1)):
@@ -470,7 +485,10 @@ def test_the_pool_map_fills_the_cells_that_are_held(is_shared: bool, seed: int) 
     assert lines == wanted
     for text in ax.texts:
         x, y = text.get_position()
-        assert text.get_text() == ", ".join(map(str, held[int(x), int(y)].requests))
+        holder = held[int(x), int(y)]
+        assert text.get_text() == ", ".join(map(str, holder.requests))
+        assert colour_of(text.get_bbox_patch()) == group_colour(holder.group)
+    assert [*ax.get_yticks()] == [int(text.get_text()) + 0.5 for text in ax.get_yticklabels()]
     assert title_of(
         ax.figure
     ) == "{:,} blocks handed out, {:,} of them from one group to another".format(
@@ -550,7 +568,9 @@ def check_stack(figure: Figure, names, steps, preempted) -> None:
         np.testing.assert_array_equal(drawn.baseline, bottom)
         bottom = bottom + counts
         np.testing.assert_array_equal(drawn.values, bottom)
-    assert max(bottom) < ax.get_ylim()[1]
+    assert len({colour_of(patch) for patch in ax.patches}) == len(ax.patches)
+    assert max(bottom) < ax.get_ylim()[1] and ax.get_xlim() == (0, len(steps))
+    assert [*ax.get_xticks()] == [int(text.get_text()) + 0.5 for text in ax.get_xticklabels()]
     assert ax.lines[-1].get_xdata().tolist() == preempted
     assert ax.lines[-1].get_label() == f"{len(preempted)} preemption{'s' * (len(preempted) != 1)}"
 
@@ -561,6 +581,10 @@ def test_block_use_stacks_what_blocks_are_used_for_and_counts_those_that_several
     assert title_of(figure).startswith("Up to 50 % of the blocks")
     names = ["one holder", "shared by several", "warm: free, and kept", "cold: free"]
     check_stack(figure, names, uses, [1])
+
+
+def colour_of(artist) -> str:
+    return matplotlib.colors.to_hex(np.atleast_2d(artist.get_facecolor())[0]).upper()
 
 
 def extent(bar) -> tuple[float, float]:
@@ -578,6 +602,19 @@ PAGES = {
     "states": STATES
     | st.just(jaxkv.StateSpec(block_size=4, shapes=((8,), (8,)), dtypes=("f32", "f32"))),
 }
+
+
+def check_names(spec: jaxkv.specs.LayerSpec, ax, starts: list[float]) -> None:
+    """Compares what stands in the parts of a row, where it fits, and in the padding."""
+    row = row_format(spec)
+    names = [f"{name} {head}" for head in range(row.heads) for name in "KV"]
+    names = [f"{row.width} x {row.dtype}"] if row.key_elements is None else names
+    for text in ax.texts:
+        part = names[int(np.searchsorted(starts, text.get_position()[0])) - 1]
+        padding = f"{spec.page_bytes - spec.data_bytes:,} bytes of padding"
+        assert text.get_text() in (part, padding)
+    heads = f"(K and V of {row.heads} heads)"
+    assert ax.get_title(loc="left").endswith(heads if row.heads > 1 else " bytes")
 
 
 @pytest.mark.parametrize("kind", PAGES)
@@ -609,6 +646,9 @@ def test_a_page_is_divided_and_numbered_by_the_definition(kind, data) -> None:
         names = [f"{d}{list(s)}" for d, s in zip(spec.dtypes, spec.shapes, strict=True)]
         assert labels == names + ["padding"] * len(padded)
         assert all(unit * bar.get_x() == spec.data_bytes for bar in padded)
+        sizes = [*spec.array_bytes, *(spec.page_bytes - spec.data_bytes for _ in padded)]
+        assert [text.get_text() for text in ax.texts] == [f"{size:,} bytes" for size in sizes]
+        assert title_of(figure).endswith(f"one state of {spec.data_bytes:,} bytes")
         return
     rows = spec.block_size // each
     if isinstance(spec, jaxkv.FullAttentionSpec):
@@ -617,6 +657,9 @@ def test_a_page_is_divided_and_numbered_by_the_definition(kind, data) -> None:
         assert widths == (pair * item).tolist() * spec.num_kv_heads
     else:
         assert widths == [spec.data_bytes // rows]
+    check_names(spec, ax, starts)
+    lines = [line[0][1] for line in ax.collections[-1].get_segments()] if size < rows * each else []
+    assert lines == [*range(size // each, rows, size // each)]  # between kernel blocks
     picked = [int(tick) for tick in ax.get_yticks()]
     slots = [block_id * spec.block_size + row * each for row in picked]
     assert labels == [f"slot {slot:,}" for slot in slots] and picked[0] == 0
@@ -668,6 +711,27 @@ def plan_of_a_rank() -> jaxkv.Plan:
     )
 
 
+def check_columns(ax, cache: jaxkv.KVCache, rows: list[int] | None) -> None:
+    """Two columns more than the rows use are drawn, if there are so many."""
+    lengths = np.asarray(cache.row_lengths)
+    assert title_of(ax.figure).startswith(f"{lengths.sum():,} block ids in 3 of 6 rows")
+    used = lengths[slice(None) if rows is None else rows].max(axis=0)
+    widths, labels = cache.layout.row_blocks, list[str]()
+    drawn = [min(width, most + 2) for width, most in zip(widths, used.tolist(), strict=True)]
+    groups = zip(drawn, widths, cache.layout.growths, strict=True)
+    for i, (count, width, growth) in enumerate(groups):
+        shown = f"{width} per row" if count == width else f"{count} of {width} shown"
+        labels.append(f"group {i}\n{growth.kind} @ {growth.block_size}\n{shown}")
+    assert [bar.get_width() for bar in ax.patches if bar.get_alpha() == 0.5] == drawn
+    assert [text.get_text() for text in ax.get_xticklabels()] == labels
+    ids = {text.get_position(): text for text in ax.texts}.values()
+    for mesh in ax.collections:
+        assert mesh.get_clim() == (0, cache.num_blocks - 1)
+        for text in ids:  # can be read on the colour of its id
+            colour = mesh.cmap(mesh.norm(int(text.get_text())))
+            assert abs(grey(colour) - grey(text.get_color())) > 0.35
+
+
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
@@ -685,7 +749,7 @@ def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> Non
     steps = zip(batch.num_computed_tokens, batch.seq_lens, batch.encoder_lens, strict=True)
     steps = dict(zip(np.asarray(batch.request_rows).tolist(), steps, strict=True))
     requests = {row: request for request, row in manager.requests.items()}
-    for rows in (None, [5, 2], [2, 0, 1, 2]):
+    for rows in (None, [5, 0], [2, 0, 1, 2]):
         ax = plotting.plot_block_tables(cache, batch=batch, rows=rows).axes[0]
         starts = [bar.get_x() for bar in ax.patches if bar.get_alpha() == 0.5]  # of the groups
         assert len(starts) == len(plan.groups)
@@ -709,6 +773,7 @@ def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> Non
                     i for i in held if i
                 ]
         assert len(set(found)) == len(found) and set(found) == wanted
+        check_columns(ax, cache, rows)
         labels = [label.get_text() for label in ax.get_yticklabels()]
         assert labels == [str(row) for row in rows or range(6)]
 
@@ -728,6 +793,14 @@ def test_of_many_rows_those_that_hold_blocks_are_drawn() -> None:
     assert labels == [str(row) for row in [0, 1, 2, *later][:32]]
     assert "43 of 100 rows, 32 drawn" in title_of(figure)
     assert plotting.plot_block_tables(cache, rows=[99]).axes  # empty, and still a picture
+    for max_requests, lines in ((32, 32), (33, 0)):  # none of which holds blocks
+        cache = jaxkv.make_cache(SMALL, max_requests=max_requests)
+        labels = plotting.plot_block_tables(cache).axes[0].get_yticklabels()
+        assert [label.get_text() for label in labels] == [str(row) for row in range(lines)]
+    for lines, step in ((32, 1), (33, 2)):  # of more, every second is named
+        rows = [row % 33 for row in range(lines)]
+        labels = plotting.plot_block_tables(cache, rows=rows).axes[0].get_yticklabels()
+        assert [label.get_text() for label in labels] == [str(row) for row in rows[::step]]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -736,6 +809,19 @@ def test_a_curve_goes_through_what_the_plan_counts(name: str) -> None:
     ax = plotting.plot_length_against_requests({name: plan}, lengths).axes[0]
     points = dict(zip(*ax.lines[0].get_data(), strict=True))
     assert points == {n: plan.requests_that_fit(n) for n in [*lengths, plan.max_model_len]}
+    assert (
+        ax.lines[0].get_drawstyle() == "steps-pre"
+    )  # between two lengths, as many as of the longer
+
+
+@pytest.mark.parametrize("longest", [1, 7, 8])
+def test_plans_of_short_requests_have_curves(longest: int) -> None:
+    spec = jaxkv.FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=1, dtype="f32")
+    plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=longest)
+    ax = plotting.plot_length_against_requests(plan).axes[0]
+    points = dict(zip(*ax.lines[0].get_data(), strict=True))
+    assert points == {n: plan.requests_that_fit(n) for n in range(1, longest + 1)}
+    assert ax.get_xlim() == (1, max(longest, 2))
 
 
 def test_lengths_are_told_in_units_from_one_of_each_on() -> None:
@@ -752,6 +838,7 @@ def test_each_of_several_curves_has_its_name_and_its_last_point() -> None:
         lengths, counts = (axis.tolist() for axis in curve.get_data())
         assert counts == [plan.requests_that_fit(length) for length in lengths]
         assert lengths[0] == 128 and lengths[-1] == plan.max_model_len
+        assert all(b - a <= (2 ** (1 / 8) - 1) * a + 1 for a, b in itertools.pairwise(lengths))
         assert [*map(float, text.xy)] == [float(*axis) for axis in end.get_data()]
         assert text.xy == (lengths[-1], counts[-1])
         assert text.get_text() == f"{name}: {counts[-1]:,} x {lengths[-1]:,}"
@@ -794,6 +881,11 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
         (lambda: plotting.plot_length_against_requests([SMALL]), TypeError, "plans must be"),
         (lambda: plotting.plot_length_against_requests({"a": 1}), TypeError, r"plans\['a'\]"),
         (lambda: plotting.plot_length_against_requests(SMALL, [0]), ValueError, r"lengths\[0\]"),
+        (
+            lambda: plotting.plot_length_against_requests(dataclasses.replace(SMALL, num_blocks=2)),
+            ValueError,
+            "lengths: none of .* fits into any plan; give shorter ones",
+        ),
         (lambda: plotting.plot_pool_over_time(SMALL, []), ValueError, "snapshots is empty"),
         (lambda: plotting.plot_pool_over_time(SMALL, [[1]]), TypeError, r"snapshots\[0\]"),
         (
@@ -801,10 +893,27 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
             ValueError,
             "block 40 of group 0; the plan has 40 blocks",
         ),
+        *(
+            (
+                functools.partial(plotting.plot_pool_over_time, SMALL, [{}, {block: holder}]),
+                ValueError,
+                rf"snapshots\[1\] has block {block} of group {holder.group}; the plan",
+            )
+            for block, holder in ((-1, Holder(0, ())), (1, Holder(5, ())), (1, Holder(-1, ())))
+        ),
         (lambda: plotting.snapshot_blocks(SMALL), TypeError, "manager must be a BlockManager"),
         (lambda: plotting.plot_occupancy(SMALL, []), ValueError, "held_blocks has steps"),
         (lambda: plotting.plot_occupancy(SMALL, [(1, 2)]), ValueError, "the 5 groups"),
-        (lambda: plotting.plot_block_tables(shared_cache()[1], rows=[6]), ValueError, "rows"),
+        *(
+            (
+                functools.partial(
+                    lambda row: plotting.plot_block_tables(shared_cache()[1], rows=row), [0, row]
+                ),
+                ValueError,
+                rf"rows: \[{row}\] are not in 0..5",
+            )
+            for row in (-1, 6)
+        ),
         (lambda: plotting.plot_block_tables(SMALL), TypeError, "cache must be a KVCache"),
         (
             lambda: plotting.plot_block_tables(shared_cache()[1], batch=SMALL),
@@ -833,6 +942,7 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
             "uses must be a list, each entry what BlockManager.block_use was; got None",
         ),
         (lambda: plotting.plot_order("NHD", ax=3), TypeError, "ax must be matplotlib Axes or None"),
+        (lambda: plotting.plot_block_use([]), ValueError, "uses has no steps"),
         (lambda: plotting.plot_orders([]), ValueError, r"orders=\[\] must be"),
         (lambda: plotting.plot_orders("NHD"), ValueError, "orders='NHD' must be a sequence"),
         (
@@ -845,6 +955,46 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
 def test_wrong_arguments_are_refused_by_name(draw, error, message) -> None:
     with pytest.raises(error, match=message):
         draw()
+
+
+def test_axes_that_were_removed_are_refused() -> None:
+    ax = new_axes()
+    ax.remove()
+    for draw in (
+        functools.partial(plotting.plot_layout, SMALL.layout),
+        functools.partial(plotting.plot_memory, SMALL),
+        functools.partial(plotting.plot_order, "NHD"),
+    ):
+        with pytest.raises(ValueError, match="ax belongs to no figure any more"):
+            draw(ax=ax)
+
+
+@pytest.mark.parametrize("axis", "xy")
+def test_cells_are_numbered_in_steps_of_1_2_5_10_where_14_numbers_are_too_few(axis: str) -> None:
+    steps = {1: 1, 14: 1, 15: 2, 28: 2, 29: 5, 70: 5, 71: 10, 140: 10, 141: 20, 14_001: 2000}
+    for count, step in steps.items():
+        tick_cells(ax := new_axes(), axis, count)
+        wanted = {f"{i:,}": i + 0.5 for i in range(0, count, step)}
+        labels = [text.get_text() for text in getattr(ax, f"get_{axis}ticklabels")()]
+        assert dict(zip(labels, getattr(ax, f"get_{axis}ticks")(), strict=True)) == wanted
+
+
+def test_groups_beyond_the_palette_differ_in_their_hatches() -> None:
+    styles = {(style["facecolor"], style["hatch"]) for style in map(group_style, range(24))}
+    assert len(styles) == 24
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["layers.0.attention"], ["layers.0.attention"]),
+        (["layers.0.k", "layers.1.k", "layers.2.k"], ["0", "1", "2"]),
+        (["layers.0.k", "layers.0.v", "layers.1.k"], ["0.k", "0.v", "1.k"]),
+        (["layers.0", "layers.1.k"], ["layers.0", "layers.1.k"]),
+    ],
+)
+def test_short_names_leave_out_what_all_have_in_common(names: list[str], short) -> None:
+    assert short_names(names) == short
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8), st.floats(0.01, 2))
@@ -864,14 +1014,27 @@ def test_spread_positions_are_apart_in_order_and_stay_where_they_can(positions, 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
+        (0, "0 B"),
         (1536, "1,536 B"),
+        (10 * 2**10 - 1, "10,239 B"),
         (10 * 2**10, "10.00 KiB"),
+        (2**20 - 2**10, "1023.00 KiB"),
+        (2**20, "1.00 MiB"),
         (3 * 2**19, "1.50 MiB"),
-        (40 * 2**30, "40.00 GiB"),
+        (2**30 - 2**20, "1,023.00 MiB"),
+        (2**30, "1.00 GiB"),
+        (2**40, "1,024.00 GiB"),
     ],
 )
 def test_bytes_are_readable(num_bytes: int, text: str) -> None:
     assert readable(num_bytes) == text
+
+
+def test_what_was_given_is_shown_on_one_line_of_80_characters_at_most() -> None:
+    for length in (2, 79, 80, 81, 200):
+        text = repr("x" * (length - 2))
+        assert shown("x" * (length - 2)) == (text if length <= 80 else f"{text[:80]}...")
+    assert shown(np.eye(2)) == "array([[1., 0.], [0., 1.]])"
 
 
 def test_unused_bytes_are_described_over_all_groups() -> None:

@@ -329,6 +329,17 @@ def test_the_table_of_a_step_lists_what_it_reads_and_writes_in_the_planned_colum
             assert source + len(columns) <= planned, (growth, n, stop, query_len, seq_len)
 
 
+@pytest.mark.parametrize("kind", ["none", "align", "all"])
+def test_the_table_of_a_step_has_no_column_for_states_that_no_step_lists(kind: str) -> None:
+    widest: dict[tuple[Growth, int, int], int] = {}
+    for growth, n, stop in every_step(kind):
+        count = 1 + len(listed(growth, n, stop))  # the first entry is the source
+        for sizes in itertools.product(range(stop - n, IN_FLIGHT + 1), range(stop, LENGTH)):
+            widest[growth, *sizes] = max(widest.get((growth, *sizes), 0), count)
+    for (growth, *sizes), count in widest.items():
+        assert growth.step_columns(*sizes, ENCODER) == count, (growth, *sizes)
+
+
 @each_kind
 @pytest.mark.parametrize("xp", [np, jnp])
 def test_arrays_give_what_ints_give(kind: str, xp: Any) -> None:

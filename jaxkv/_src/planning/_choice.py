@@ -39,7 +39,7 @@ def choose_groups(
         """Ranks a grouping: the longest request, then requests at once, bytes of each, groups."""
         plan = plan_groups(groups)
         longest = longest_fit(plan)
-        length = min(longest, request_len or longest) or plan.max_model_len
+        length = request_len or longest or plan.max_model_len
         requests = 0 if overridden or not longest else plan.requests_that_fit(length)
         bytes_each = sum(plan.bytes_per_block) * plan.steady_blocks(length)
         return -longest, -requests, bytes_each, len(groups)

@@ -37,6 +37,7 @@ def axes_of(ax: "Axes | None", width: float, height: float) -> "Axes":
         return new_figure(width, height).subplots()
     if not hasattr(ax, "get_figure"):
         raise TypeError(f"ax must be matplotlib Axes or None, got {type(ax).__name__}")
+    figure_of(ax)  # before anything is drawn, which fails in matplotlib's own words
     return ax
 
 
