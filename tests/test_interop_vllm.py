@@ -249,6 +249,14 @@ def test_workers_that_have_other_blocks_or_groups_are_refused(larger: int) -> No
     )
     with pytest.raises(ValueError, match="number of kv_cache_groups must be the same for all"):
         plan_of(case, workers)
+    workers = copy.deepcopy(case["configs"])  # memory alone may differ
+    for tensor in workers[larger]["kv_cache_tensors"]:
+        tensor["size"] *= 2
+    given = [
+        bytes_of * case["configs"][0]["num_blocks"] for bytes_of in case["pool_bytes_per_block"]
+    ]
+    given[larger] *= 2
+    assert plan_of(case, workers).memory_bytes == tuple(given)
 
 
 # --- fields without a counterpart ----------------------------------------------------
@@ -285,6 +293,7 @@ def in_stage(stage: int, **fields: Any) -> Callable[[], object]:
 
 
 FULL, SLIDING, MLA, STATE = ("full", 0), ("full and windows", 0), ("latent rows", 0), ("states", 0)
+EMPTY = CASES["full"]["configs"][0]["kv_cache_groups"][0] | {"layer_names": []}
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a class without a counterpart": (
         changed(*FULL, "type", "SinkFullAttentionSpec"),
@@ -350,6 +359,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no groups": (
         altered("full", kv_cache_groups=[], kv_cache_tensors=[]),
         "kv_cache_groups is empty",
+    ),
+    "a group of nothing": (
+        altered("full", kv_cache_groups=[*CASES["full"]["configs"][0]["kv_cache_groups"], EMPTY]),
+        r"kv_cache_groups\[1\] must have layers that need the same blocks, got \{\}",
     ),
     "no blocks": (altered("full", num_blocks=0), "num_blocks must be at least 1"),
     "layers from nowhere": (
