@@ -5,17 +5,27 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from jaxkv.__main__ import main
 from jaxkv._src.cli.amounts import gib, parse_bytes, parse_length, parse_share, round_up_gib
 from jaxkv._src.cli.gpus import GPUS, gpu_bytes
+from jaxkv._src.cli.plan import COUNTS
 from jaxkv._src.cli.question import split_stages
 from jaxkv._src.cli.specs_file import change_specs, load_specs
 from jaxkv._src.cli.tries import MAX_TRIES, is_worth_it
 from jaxkv._src.cli.words import in_flags
-from jaxkv._src.hf_config import count_weights, load_config
+from jaxkv._src.hf_config import (
+    count_weights,
+    encoder_len,
+    layers_from_config,
+    load_config,
+    model_len,
+)
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.specs import Limits
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -94,6 +104,7 @@ ON_GPUS = ("--gpu", "h200", "--tensor-parallel")
             ("whisper-large-v3", "--memory", "9GiB"),
             ["64 caches", "32 cross layers (of the encoder)"],
         ),
+        (("falcon-h1-24-layers", "--memory", "9GiB"), ["24 with 48 caches: "]),
     ],
 )
 def test_a_plan_is_one_screen(capsys, arguments, texts) -> None:
@@ -103,6 +114,82 @@ def test_a_plan_is_one_screen(capsys, arguments, texts) -> None:
     assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 100
     assert 1 <= out.count("\ntry ") <= MAX_TRIES
     assert "\nlongest request  " in out
+
+
+OF_LAYERS = {"kv_dtype", "block_size", "state_cache_mode", "speculative_tokens", "tensor_parallel"}
+OF_STEPS = {"max_in_flight_tokens", "max_encoder_tokens"}
+
+
+def planned(preset: str, options: dict[str, Any]) -> Plan:
+    """The plan that the library makes of a preset in 40 GiB, with options of the command."""
+    config, options = load_config(preset), dict(options)
+    layers = layers_from_config(config, **{n: options.pop(n) for n in OF_LAYERS & set(options)})
+    limits = {"max_encoder_tokens": encoder_len(config)}
+    limits |= {name: options.pop(name) for name in OF_STEPS & set(options)}
+    stages = split_stages(layers, options.pop("pipeline_parallel", 1))
+    longest = {
+        "max_model_len": model_len(config),
+        "fit_max_model_len": "max_model_len" not in options,
+    }
+    memory = [40 * 2**30] * len(stages)
+    return plan_cache(stages, memory, limits=Limits(**limits), **longest | options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        (
+            "gpt-oss-20b",
+            {
+                **{"kv_dtype": "fp8_e4m3", "block_size": 32, "tensor_parallel": 2},
+                **{"max_in_flight_tokens": 500, "request_len": 1000, "grouping": "least_waste"},
+            },
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {
+                **{"state_cache_mode": "align", "speculative_tokens": 2, "pipeline_parallel": 3},
+                **{"max_model_len": 100_000, "request_len": 8000},
+            },
+        ),
+        (
+            "llama-3.1-8b",
+            {
+                **{"context_parallel": 2, "override_beyond_memory": True},
+                **{"num_blocks_override": 30_000},
+            },
+        ),
+        ("whisper-large-v3", {"max_encoder_tokens": 300}),
+        ("gemma-4-26b-a4b", {"grouping": "packed"}),
+        ("zamba2-2.7b", {"block_size": 1024, "request_len": 32}),  # which has a warning
+    ],
+)
+def test_the_plan_of_the_command_is_the_one_of_the_library(capsys, preset, options) -> None:
+    """With every flag, and in every figure."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    words = [w for flag, v in given.items() for w in ([flag] if v is True else [flag, str(v)])]
+    data, plan = figures(capsys, preset, "--memory", "40GiB", *words), planned(preset, options)
+    fields = """bytes_per_block unused_bytes_per_block memory_bytes num_blocks usable_blocks
+        reserved_blocks max_model_len groups_to_zero request_len""".split()
+    wanted = {name: getattr(plan, name) for name in fields}
+    length, usual, size = plan.max_model_len, plan.request_len, sum(plan.bytes_per_block)
+    for name in ("admission_blocks", "steady_blocks", "requests_that_fit", "tokens_that_fit"):
+        wanted[name] = getattr(plan, name)(length)
+    wanted |= {
+        "groups": [
+            {"layers": group.layers, "kind": group.specs[0].kind, "block_size": group.block_size}
+            for group in plan.groups
+        ],
+        "gpu": None,
+        "usual_requests_that_fit": plan.requests_that_fit(usual) if usual else None,
+        "bytes_per_request": plan.steady_blocks(length) * size,
+        "bytes_per_usual_request": plan.steady_blocks(usual) * size if usual else None,
+        "bytes_charged": plan.admission_blocks(length) * size,
+        "groupings": [of._asdict() for of in plan.compared],
+        "warning": plan.warning or None,
+    }
+    assert {name: data[name] for name in wanted} == json.loads(json.dumps(wanted))
+    assert set(data) - set(wanted) == {"bytes_per_token", "bytes_of_states", "binds", "try"}
 
 
 def test_json_says_the_same_as_the_page(capsys) -> None:
@@ -131,6 +218,8 @@ def test_json_says_the_same_as_the_page(capsys) -> None:
         ("gemma-3-4b", "--memory", "60GiB", "--max-model-len", "8k", "--request-len", "999"),
         ("gpt-oss-20b", "--memory", "9GiB", "--request-len", "4k", "--grouping", "rule"),
         ("qwen3-next-80b-a3b", "--memory", "80GB", "--request-len", "8k"),
+        ("gemma-3-4b", "--memory", "4GiB", "--grouping", "least_waste", "--request-len", "8k"),
+        ("zamba2-2.7b", "--memory", "8GiB", "--block-size", "1024"),  # which has a warning
     ],
 )
 def test_rows_of_requests_say_the_figures_of_the_json(capsys, arguments) -> None:
@@ -150,7 +239,14 @@ def test_rows_of_requests_say_the_figures_of_the_json(capsys, arguments) -> None
         assert row.endswith(f", {data['usual_requests_that_fit']:,} at once")
     compared = {of["requests"] for of in data["groupings"]}
     is_said = len(compared) > ("--grouping" not in arguments)
-    assert any(row.startswith("grouping ") for row in rows) == is_said
+    each = [
+        f"{of['requests']:,} at once by {of['grouping']} ({of['num_groups']} groups)"
+        for of in data["groupings"]
+    ]
+    text = f"grouping         {', '.join(each)}; {usual or longest:,} tokens each"
+    assert [row for row in rows if row.startswith("grouping ")] == [text] * is_said
+    texts = [f"warning          {data['warning']}"] * bool(data["warning"])
+    assert [row for row in rows if row.startswith("warning ")] == texts
 
 
 def test_json_says_what_the_weights_leave_of_the_share_of_a_gpu(capsys) -> None:
@@ -210,7 +306,7 @@ def test_changes_advised_are_the_least_that_would_do(
     option = arguments[-2]
     advised = {of["option"]: of["value"] for of in figures(capsys, *words)["try"]}
     assert advised[option] == least
-    assert "error" not in figures(capsys, *changed(tuple(words), option, least))
+    assert figures(capsys, *changed(tuple(words), option, least))["reserved_blocks"] == 5
     assert "error" in figures(capsys, *changed(tuple(words), option, less))
 
 
@@ -228,6 +324,7 @@ def test_a_refusal_as_data_has_the_figures(capsys) -> None:
         (("llama-3.1-8b", "--memory", "lots"), "--memory='lots'"),
         (("llama-3.1-8b", "--memory", "1GiB", "--tensor-parallel", "3"), "--tensor-parallel=3"),
         (("llama-3.1-8b", "--memory", "1GiB", "--num-blocks-override", "1"), "--num-blocks-over"),
+        (("llama-3.1-8b", "--gpu", "l4", "--num-blocks-override", "3000"), "--num-blocks-over"),
         (("llama-3.1-8b", "--no-such-option"), "unrecognized arguments: --no-such-option"),
     ],
 )
@@ -315,6 +412,10 @@ def test_parallelism_divides_heads_layers_and_tokens(capsys) -> None:
     assert tensor["bytes_per_block"] == [whole // 8]
     assert stages["bytes_per_block"] == [whole // 2] * 2
     assert context["admission_blocks"] == one["admission_blocks"] // 2
+    for flag in ("--tensor-parallel", "--pipeline-parallel", "--context-parallel"):
+        _, page, _ = run(capsys, "llama-3.1-8b", "--memory", "40GiB", flag, "2")
+        assert page.count(", on each of 2 ranks") == (flag == "--tensor-parallel")
+        assert page.count(", on each of") == (flag == "--tensor-parallel")
     for name in ("bytes_per_request", "bytes_charged"):  # of all stages together
         assert stages[name] == one[name]
 
@@ -358,6 +459,8 @@ def test_stages_have_as_many_layers_as_each_other_or_one_less(stages: int) -> No
         (" 2 MiB ", 2**21),
         ("0.5KB", 500),
         ("1.5B", 1),
+        *((f"3{unit}B", 3 * 1000**i) for i, unit in enumerate("KMGT", 1)),
+        *((f"3{unit}iB", 3 * 1024**i) for i, unit in enumerate("KMGT", 1)),
     ],
 )
 def test_memory_is_read_exactly(text: str, num_bytes: int) -> None:
@@ -368,6 +471,20 @@ def test_memory_is_read_exactly(text: str, num_bytes: int) -> None:
 def test_memory_is_rounded_up_to_what_holds_it(num_bytes: int) -> None:
     written = parse_bytes(round_up_gib(num_bytes))
     assert num_bytes <= written + 1 and written - num_bytes <= 2**30 / 100
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0.00 GiB"),
+        (2**20, "0.00098 GiB"),
+        (99 * 2**30 // 1000, "0.099 GiB"),
+        (2**30 // 10 + 1, "0.10 GiB"),
+        (1234567 * 2**30 // 1000, "1,234.57 GiB"),
+    ],
+)
+def test_little_memory_is_written_with_two_digits_that_count(num_bytes: int, text: str) -> None:
+    assert gib(num_bytes) == text
 
 
 def test_lengths_and_shares_are_read_exactly() -> None:
@@ -413,6 +530,15 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
             ("llama-3.1-8b", "--memory", "10"),
             "holds no cache; give a unit, such as --memory 10GiB",
         ),
+        *(
+            (
+                ("llama-3.1-8b", "--memory", given),
+                f"is {int(given):,} bytes, which holds no cache; give a unit, such as --memory "
+                f"{meant}GiB",
+            )
+            for given, meant in (("0", 10), ("1023", 1023))
+        ),
+        (("llama-3.1-8b", "--memory", "1KiB"), "the pool has 0 usable ones"),
         (("llama-3.1-8b", "--memory=-1GiB"), "--memory='-1GiB'"),
         ((*LLAMA, "--max-model-len", "long"), "--max-model-len='long'"),
         (
@@ -456,6 +582,19 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
             ),
             "and weights of 22.03 GiB",
         ),
+        (
+            ("llama-3.1-8b", "--gpu", "l4", "--weights", "32GiB"),
+            "--gpu=l4 has no room for a cache: 19.83 GiB at --utilization=0.9, and weights of "
+            "32.00 GiB; divide",
+        ),
+        (
+            ("llama-3.1-8b", "--gpu", "l4", "--weights", "60GiB", "--pipeline-parallel", "2"),
+            "and weights of 30.00 GiB on each of 2; divide",
+        ),
+        (
+            ("llama-3.1-8b", "--gpu", "rtx4090", "--max-model-len", "128k"),
+            "or raise the memory for the cache to at least",
+        ),
         ((*LLAMA, "--request-len", "9k"), "set --request-len to at most 8,176"),
         (("x" * 5000, "--memory", "9GiB"), "(File name too long)"),
         (("\x1b[31mred\n", "--memory", "9GiB"), r"CONFIG='\x1b[31mred\n' is neither"),
@@ -477,6 +616,15 @@ def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, mes
     assert message.strip() in data["error"]
 
 
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_out_of_range_is_refused_in_the_words_of_the_command(capsys, name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    message = figures(capsys, "gemma-4-e2b", "--memory", "9GiB", flag, "-1")["error"]
+    assert re.match(rf"{flag}(=-1)? must (be|lie) ", message) and name not in message
+    message = figures(capsys, "gemma-4-e2b", "--memory", "9GiB", flag, "1.0")["error"]
+    assert message == f"{flag}='1.0' is not understood; give a whole number"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -492,6 +640,7 @@ def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, mes
         ("gpt-oss-20b", "--memory", "1GiB", "--pipeline-parallel", "2"),
         ("deepseek-v3", "--gpu", "h200", "--pipeline-parallel", "4"),
         ("llama-3.1-8b", "--memory", "1GiB", "--block-size", "1024"),
+        ("llama-3.1-8b", "--memory", "9GiB", "--max-model-len", "8k", "--request-len", "8k"),
     ],
 )
 def test_every_change_offered_gives_what_it_says(capsys, arguments) -> None:
@@ -509,6 +658,31 @@ def test_every_change_offered_gives_what_it_says(capsys, arguments) -> None:
         if change["option"] == "--tensor-parallel" and int(change["value"]) > 2:  # by doubling
             fewer = changed(arguments, "--tensor-parallel", str(int(change["value"]) // 2))
             assert "error" in figures(capsys, *fewer) or fewer == list(arguments)
+
+
+SMALL = ("llama-3.1-8b", "--gpu", "l4", "--utilization", "0.91", "--max-model-len")
+
+
+@pytest.mark.parametrize(
+    ("words", "weights", "advised"),
+    [
+        # next to 513 blocks of 2 MiB in the 22.03 GiB of an L4
+        ((*SMALL, "8k"), "19.9GiB", ("--utilization", "0.95")),
+        ((*SMALL, "8k"), "19.95GiB", ("--tensor-parallel", "2")),
+        # two have room for a cache, and not for one of 8 GiB each
+        ((*SMALL, "128k"), "30GiB", ("--tensor-parallel", "4")),
+        # each of 64 has room for the first, and not for the second
+        (("deepseek-v3", "--gpu", "h200"), "6000GiB", ("--tensor-parallel", "64")),
+        (("deepseek-v3", "--gpu", "h200"), "9000GiB", None),
+    ],
+)
+def test_shares_are_advised_up_to_95_percent_and_ranks_up_to_64(
+    capsys, words, weights, advised
+) -> None:
+    data = figures(capsys, *words, "--weights", weights)
+    offered = {change["option"]: change["value"] for change in data.get("try", ())}
+    more = {"--utilization", "--tensor-parallel"} & set(offered)
+    assert [(option, offered[option]) for option in more] == [advised] * (advised is not None)
 
 
 def test_large_blocks_are_grouped_by_the_rule_too(capsys) -> None:
@@ -587,10 +761,12 @@ def test_the_cache_gets_the_memory_that_weights_leave(capsys) -> None:
     assert data["memory_bytes"] == [usable - weights.num_bytes]
     assert data["gpu"]["weights_bytes"] == weights.num_bytes
     assert data["gpu"]["parameters"] == weights.parameters
-    for given, stages in (("16.4GB", 1), ("16.4GB", 2)):
-        told = ("--weights", given, "--pipeline-parallel", str(stages))
+    counted = (*("qwen3-8b", "--gpu", "H200", "--utilization", "85%"), "--weights", "auto")
+    assert figures(capsys, *counted) == data
+    for given, stages in ((16_400_000_001, 1), (16_400_000_001, 2)):  # no byte is forgotten
+        told = ("--weights", str(given), "--pipeline-parallel", str(stages))
         data = figures(capsys, "qwen3-8b", "--gpu", "h200", "--utilization", "85%", *told)
-        assert data["memory_bytes"] == [usable - 16_400_000_000 // stages] * stages
+        assert data["memory_bytes"] == [usable - -(-given // stages)] * stages
         assert data["gpu"]["parameters"] is None
     _, page, _ = run(capsys, "qwen3-8b", "--gpu", "h200", *told)
     assert re.search(r"\nweights +15\.27 GiB; 7\.64 GiB on each of 2 GPUs\n", page)
@@ -599,8 +775,9 @@ def test_the_cache_gets_the_memory_that_weights_leave(capsys) -> None:
 def test_drafts_count_as_weights_where_they_are_used(capsys) -> None:
     arguments = ("deepseek-v3", *ON_GPUS, "8")
     plain = figures(capsys, *arguments)["gpu"]["weights_bytes"]
-    drafting = figures(capsys, *arguments, "--speculative-tokens", "1")["gpu"]["weights_bytes"]
-    assert drafting - plain == pytest.approx(15.4e9, rel=0.02)
+    for count, extra in (("0", 0), ("1", 15.4e9), ("2", 15.4e9)):
+        gpu = figures(capsys, *arguments, "--speculative-tokens", count)["gpu"]
+        assert gpu["weights_bytes"] - plain == pytest.approx(extra, rel=0.02)
 
 
 def test_gpus_have_less_than_their_names_say() -> None:
@@ -612,7 +789,13 @@ def test_gpus_have_less_than_their_names_say() -> None:
 
 def test_a_model_without_known_weights_asks_for_their_bytes(capsys, tmp_path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**load_config("llama-3.1-8b"), "model_type": "xverse"}))
+    config = {**load_config("llama-3.1-8b"), "model_type": "xverse"}
+    path.write_text(json.dumps({n: v for n, v in config.items() if n != "torch_dtype"}))
+    data = figures(capsys, str(path), "--gpu", "h100")
+    assert "give --weights" not in data["error"] and "--kv-dtype" in data["error"]
+    data = figures(capsys, str(path), "--gpu", "h100", "--kv-dtype", "bf16")
+    assert data["error"].endswith("such as --weights 14.2GiB")
+    path.write_text(json.dumps(config))
     data = figures(capsys, str(path), "--gpu", "h100")
     assert "the sizes of the weights of model_type='xverse' are not known" in data["error"]
     assert data["error"].endswith("such as --weights 14.2GiB")
@@ -661,6 +844,7 @@ def test_shorter_usual_requests_run_more_at_once(capsys) -> None:
 
 def test_the_table_holds_what_each_plan_gives(capsys) -> None:
     arguments = ("gemma-3-27b", "--memory", "40GiB", "--request-len", "8k")
+    assert "table" not in figures(capsys, *arguments)
     cells = figures(capsys, *arguments, "--table")["table"]
     assert [cell["kv_dtype"] for cell in cells[::5]] == ["bfloat16", "float8_e4m3fn", "nvfp4"]
     status, out, _ = run(capsys, *arguments, "--table")
@@ -675,10 +859,13 @@ def test_the_table_holds_what_each_plan_gives(capsys) -> None:
 
 def test_a_column_of_the_table_is_of_the_block_sizes_in_its_head(capsys) -> None:
     arguments = ("gemma-3-27b", "--memory", "40GiB", "--block-size", "48", "--table")
+    arguments += ("--tensor-parallel", "2")
     cells = figures(capsys, *arguments)["table"]
     assert [cell["block_size"] for cell in cells] == 3 * [16, 32, 48, 64, 128, 256]
     _, out, _ = run(capsys, *arguments)
-    _, head, *rows = out.splitlines()
+    first, head, *rows = out.splitlines()
+    length = f"{cells[0]['request_len']:,}"
+    assert first == f"requests of {length} tokens at once in 40.00 GiB (GiB of one)"
     columns = [re.findall(r"\d+", head[i : i + 15]) for i in range(17, len(head), 15)]
     for cell in cells:
         size, row = cell["block_size"], next(r for r in rows if r.startswith(cell["kv_dtype"]))
@@ -696,6 +883,14 @@ def test_the_table_counts_what_runs_of_the_longest_length_that_was_asked_for(cap
     requests = {cell["kv_dtype"]: cell["requests"] for cell in cells if cell["block_size"] == 16}
     assert requests["float8_e4m3fn"] > 0 == requests["bfloat16"]  # which holds 8k, and not 128k
     assert "error" in figures(capsys, *changed(tuple(arguments), "--kv-dtype", "bf16"))
+
+
+@pytest.mark.parametrize("preset", ["llama-3.1-8b", "deepseek-v3"])
+def test_the_table_begins_with_the_dtype_of_the_model(capsys, preset) -> None:
+    for given, name in (("f32", "float32"), ("fp8", "float8_e4m3fn")):
+        words = (preset, "--memory", "40GiB", "--kv-dtype", given, "--table")
+        dtypes = [cell["kv_dtype"] for cell in figures(capsys, *words)["table"]]
+        assert list(dict.fromkeys(dtypes))[:2] == [name, "bfloat16"]
 
 
 def test_the_table_marks_dtypes_that_a_model_cannot_have(capsys) -> None:
@@ -766,6 +961,28 @@ def test_a_pattern_of_specs_is_repeated_and_kinds_have_fields_of_their_own(
     path = specs_file(tmp_path, [{**state, "speculative_blocks": 2, "count": 5}, FULL])
     drafted = figures(capsys, "--specs", path, "--memory", "9GiB")
     assert drafted["bytes_of_states"] == 5 * (1 + 2) * data["bytes_of_states"]
+
+
+def test_a_page_says_the_bytes_of_tokens_and_states_by_kind(capsys, tmp_path) -> None:
+    state = {"kind": "state", "shapes": [[64]], "dtypes": ["f32"]}
+    chunked = {**FULL, "kind": "chunked", "chunk_size": 2048}
+    of_states = (
+        " bytes (256 B) in 1 layer, at any length",
+        " bytes (512 B) in 2 layers, at any length",
+    )
+    for layers, tokens, states in (
+        ([state], "0 bytes", f"256{of_states[0]}"),
+        (
+            [{**chunked, "count": 2}, FULL, {**WINDOW, "count": 3}, {**state, "count": 2}],
+            "8,192 bytes in 2 chunked layers (last 2,048 tokens) + 4,096 bytes in 1 full layer + "
+            "12,288 bytes in 3 sliding layers (last 1,024 tokens)",
+            f"512{of_states[1]}",
+        ),
+    ):
+        words = ("--specs", specs_file(tmp_path, layers), "--memory", "9GiB")
+        _, page, _ = run(capsys, *words, "--tensor-parallel", "1")
+        rows = re.sub(r"\n +", " ", page).splitlines()
+        assert {f"a token          {tokens}", f"a state          {states}"} <= set(rows)
 
 
 def test_flags_change_all_layers_of_a_file_that_have_what_they_change(capsys, tmp_path) -> None:
@@ -858,14 +1075,46 @@ def test_a_plan_says_what_bounds_its_longest_request(capsys, memory, flags, bind
         ([], "layers is empty"),
         ([{**FULL, "count": 10**9}], "layers[0].count of --specs makes more than 10,000 layers"),
         (
-            [{"layers": [FULL] * 100, "count": 101}],
+            [{"layers": [FULL] * 73, "count": 137}],  # 10,001
             "layers[0].count of --specs makes more than 10,000 layers",
+        ),
+        (
+            [FULL, {"layers": [FULL], "count": 2, "block_size": 32}],
+            "layers[1] of --specs repeats layers and has no field block_size",
         ),
     ],
 )
 def test_a_bad_file_of_specs_is_refused_by_its_entry(capsys, tmp_path, layers, message) -> None:
     path = specs_file(tmp_path, layers)
     assert message in figures(capsys, "--specs", path, "--memory", "9GiB")["error"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"max_model_len": 5}, "must hold an object with max_model_len, layers and, "),
+        ({"layers": [FULL]}, "for cross attention, max_encoder_tokens, got one with layers; "),
+        ({}, "max_encoder_tokens, got one with nothing; "),
+        ([FULL], "must hold an object with max_model_len, layers and, .* got a list; "),
+        (None, "must hold an object with max_model_len, layers and, .* got a NoneType; "),
+        ({"layers": [FULL], "max_model_len": 0}, "max_model_len of --specs must be at least 1"),
+        (
+            {"layers": [FULL], "max_model_len": 5, "max_encoder_tokens": -1},
+            "max_encoder_tokens of --specs must be at least 0",
+        ),
+    ],
+)
+def test_a_file_that_holds_no_specs_is_refused_by_what_it_lacks(
+    capsys, tmp_path, content, message
+) -> None:
+    (path := tmp_path / "specs.json").write_text(json.dumps(content))
+    error = figures(capsys, "--specs", str(path), "--memory", "9GiB")["error"]
+    assert re.search(message, error)
+
+
+def test_a_file_of_specs_holds_at_most_10000_of_a_pattern(tmp_path) -> None:
+    for entry in ({**FULL, "count": 10_000}, {"layers": [FULL] * 100, "count": 100}):
+        assert len(load_specs(specs_file(tmp_path, [entry])).layers) == 10_000
 
 
 def test_a_file_of_specs_holds_the_layers_of_one_rank(capsys, tmp_path) -> None:

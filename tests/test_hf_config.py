@@ -154,7 +154,7 @@ def test_a_published_model_is_planned_as_vllm_plans_it(name: str) -> None:
 
 
 def test_every_preset_is_checked() -> None:
-    assert set(preset_names()) == set(ROWS) | OTHER_PRESETS
+    assert list(preset_names()) == sorted(set(ROWS) | OTHER_PRESETS)
 
 
 @pytest.mark.parametrize("name", STATE_PAGES)
@@ -432,8 +432,9 @@ def test_a_file_without_a_dtype_needs_kv_dtype() -> None:
 def test_states_without_a_dtype_take_the_one_asked_for_if_a_model_may_have_it() -> None:
     config = load_config("jamba-v0.1")
     del config["torch_dtype"]
-    asked = layers_from_config(config, kv_dtype="bfloat16")
-    assert asked == layers_from_config(load_config("jamba-v0.1"))
+    for dtype in ("bfloat16", "float16", "float32"):
+        asked = layers_from_config(config, kv_dtype=dtype)
+        assert asked == layers_from_config(config | {"torch_dtype": dtype})
     with pytest.raises(ValueError, match=r"names no dtype.*states"):
         layers_from_config(config, kv_dtype="fp8")
 
@@ -601,6 +602,8 @@ def test_a_null_of_the_text_model_counts_unless_its_wrapper_says_more() -> None:
     assert dtype == "float16"
     with pytest.raises(ValueError, match=r"sliding_window=None .* contradicts sliding_window=512"):
         layers_from_config({**wrapper, "sliding_window": 512})
+    windows = {**wrapper, "text_config": text | {"sliding_window": 512}}
+    assert own_caches({**windows, "sliding_window": None}) == own_caches(windows) != layers
 
 
 def test_a_wrapper_lends_its_language_model_a_dtype_and_no_shape() -> None:
@@ -742,8 +745,30 @@ def test_a_scaled_length_beyond_the_numbers_is_refused(length: int, factor: floa
 
 
 def test_the_refusal_of_an_unknown_type_names_the_nearest_ones() -> None:
-    with pytest.raises(ValueError, match=r"model_type='qwen3_mo' .* the nearest .*: qwen3_moe, "):
+    nearest = r"model_type='qwen3_mo' \(arch.* the nearest .*: qwen3_moe, (\w+, ){3}\w+\. Write"
+    with pytest.raises(ValueError, match=nearest):
         layers_from_config(llama(model_type="qwen3_mo"))
+    with pytest.raises(ValueError, match=nearest):  # though the wrapper is understood
+        layers_from_config({"model_type": "llava", "text_config": llama(model_type="qwen3_mo")})
+    with pytest.raises(ValueError, match=r"the nearest .*: llava_next_video, "):
+        layers_from_config(llama(model_type="llava_next_videos"))
+    names = {name: 1 for name in "hgfedcbaji"}
+    with pytest.raises(ValueError, match=r"no model_type.*; it has a, b, c, d, e, f, g, h. Write"):
+        layers_from_config(names)
+
+
+def test_a_model_has_at_most_1000_layers() -> None:
+    neo = {"model_type": "gpt_neo", "hidden_size": 512, "num_heads": 8, "window_size": 256}
+    for config in (
+        lambda count: llama(num_hidden_layers=count),
+        lambda count: (
+            neo
+            | {"num_layers": count, "attention_types": [[["global"], 1], [["local"], count - 1]]}
+        ),
+    ):
+        assert len(layers_from_config(config(1000), kv_dtype="bf16")) == 1000
+        with pytest.raises(ValueError, match=r"=1001 .* at most 1000 layers"):
+            layers_from_config(config(1001), kv_dtype="bf16")
 
 
 def test_the_smallest_length_counts_unless_the_file_names_the_models_own() -> None:
@@ -768,6 +793,11 @@ def test_a_configuration_is_read_from_a_file_a_directory_or_the_presets(tmp_path
         load_config(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(str(tmp_path)) == load_config(str(tmp_path / "config.json")) == config
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds a list, not an object"):
+        load_config(str(tmp_path))
+    with pytest.raises(ValueError, match=r"\(No such file or directory\)$"):  # no presets are told
+        load_config("nowhere.json")
     assert load_config("llama-3.1-8b")["model_type"] == "llama"
 
 

@@ -96,7 +96,23 @@ def test_a_plan_has_the_groups_blocks_and_bytes_that_vllm_planned(case: Data) ->
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_objects_are_read_as_mappings_are(case: Data) -> None:
-    assert plan_of(case, as_objects(case["configs"])) == plan_of(case)
+    plan = plan_of(case)
+    assert (
+        plan_of(case, as_objects(case["configs"])) == plan_of(case, tuple(case["configs"])) == plan
+    )
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_dataclass_has_its_fields_and_no_other_attributes(slots: bool) -> None:
+    """Such as what a property of vLLM's specs has computed once."""
+    for spec in recorded_specs():
+        fields = {name: value for name, value in spec.items() if name != "type"}
+        kept = {} if slots else {"real_page_size_bytes": functools.cached_property(lambda _: 7)}
+        cls = dataclasses.make_dataclass(spec["type"], fields, namespace=kept, slots=slots)
+        made = cls(**fields)
+        assert slots or made.real_page_size_bytes == vars(made)["real_page_size_bytes"] == 7
+        converted = convert_spec("layer", made, **OPTIONS)
+        assert converted == convert_spec("layer", spec, **OPTIONS)
 
 
 def specs_of(name: str) -> list[LayerSpec]:
@@ -233,6 +249,14 @@ def test_workers_that_have_other_blocks_or_groups_are_refused(larger: int) -> No
     )
     with pytest.raises(ValueError, match="number of kv_cache_groups must be the same for all"):
         plan_of(case, workers)
+    workers = copy.deepcopy(case["configs"])  # memory alone may differ
+    for tensor in workers[larger]["kv_cache_tensors"]:
+        tensor["size"] *= 2
+    given = [
+        bytes_of * case["configs"][0]["num_blocks"] for bytes_of in case["pool_bytes_per_block"]
+    ]
+    given[larger] *= 2
+    assert plan_of(case, workers).memory_bytes == tuple(given)
 
 
 # --- fields without a counterpart ----------------------------------------------------
@@ -269,6 +293,7 @@ def in_stage(stage: int, **fields: Any) -> Callable[[], object]:
 
 
 FULL, SLIDING, MLA, STATE = ("full", 0), ("full and windows", 0), ("latent rows", 0), ("states", 0)
+EMPTY = CASES["full"]["configs"][0]["kv_cache_groups"][0] | {"layer_names": []}
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a class without a counterpart": (
         changed(*FULL, "type", "SinkFullAttentionSpec"),
@@ -334,6 +359,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no groups": (
         altered("full", kv_cache_groups=[], kv_cache_tensors=[]),
         "kv_cache_groups is empty",
+    ),
+    "a group of nothing": (
+        altered("full", kv_cache_groups=[*CASES["full"]["configs"][0]["kv_cache_groups"], EMPTY]),
+        r"kv_cache_groups\[1\] must have layers that need the same blocks, got \{\}",
     ),
     "no blocks": (altered("full", num_blocks=0), "num_blocks must be at least 1"),
     "layers from nowhere": (
@@ -686,6 +715,12 @@ BAD_STEPS = {
         output(**running("a", None, 5), kv_cache_block_copies=[(40, 41)]),
         "no request of this step holds block 40 or 41",
     ),
+    "with fields of unlike lengths": (
+        output(
+            **running("a", None, 5) | {"cached": {"req_ids": ["a"], "num_computed_tokens": [5]}}
+        ),
+        "argument 2 is shorter",
+    ),
     "too many tokens": (
         output(**running("a", None, 5)) | {"num_scheduled_tokens": {"a": 99}},
         "the step needs max_tokens=99",
@@ -810,11 +845,29 @@ def test_a_block_holds_as_many_tokens_of_every_rank(computed: int, fresh: list[i
     assert SchedulerTables(plan, max_requests=1).follow(step).zero_ids == [fresh]
 
 
-def test_blocks_to_zero_without_room_for_any_are_refused() -> None:
-    _, _, tables, shape = setting("states without checkpoints", zero_ids=0)
+@pytest.mark.parametrize("size", ["zero_ids", "block_ids"])
+def test_blocks_without_room_for_any_are_refused(size: str) -> None:
+    _, _, tables, shape = setting("states without checkpoints", **{size: 0})
     step = output(scheduled_new_reqs=[new("a", [1], [2], [3], [4])], num_scheduled_tokens={"a": 5})
-    with pytest.raises(ValueError, match="zero_ids"):
+    with pytest.raises(ValueError, match=f"the step needs {size}=4"):
         tables.pack(shape, step)
+    assert not tables.rows
+
+
+def test_tables_have_a_row_at_least() -> None:
+    with pytest.raises(ValueError, match="max_requests must be at least 1, got 0"):
+        SchedulerTables(plan_of(CASES["full"]), max_requests=0)
+
+
+def test_the_last_upload_of_a_step_has_the_lengths_of_the_encoders() -> None:
+    plan = plan_of(CASES["encoder and decoder"])
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=8)
+    for small in (shape, dataclasses.replace(shape, block_ids=1)):
+        tables = SchedulerTables(plan, max_requests=2)
+        step = output(scheduled_new_reqs=[new("a", [1], [2])], num_scheduled_tokens={"a": 5})
+        *earlier, last = tables.pack(small, step, encoder_lens=[7])
+        assert len(earlier) == (small is not shape)
+        assert last.parts()["encoder_lens"].tolist() == [7]
 
 
 @pytest.mark.parametrize("name", [STATES, "states without checkpoints"])

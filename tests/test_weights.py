@@ -359,6 +359,9 @@ def test_quantised_layers_take_the_bytes_of_their_elements_and_scales(
         counted = count_weights(LLAMA | {name: config})
         assert counted.num_bytes == by_hand(linear, other)
         assert counted.parameters == by_hand(1, 1)
+        wrapper = {"model_type": "llava", "text_config": LLAMA}
+        inside = {"model_type": "llava", "text_config": LLAMA | {name: config}}
+        assert count_weights(wrapper | {name: config}) == counted == count_weights(inside)
 
 
 @pytest.mark.parametrize(
@@ -527,6 +530,20 @@ def test_layers_that_read_the_cache_of_another_have_no_keys_and_values() -> None
     for count, parameters in ((0, 3 * (sliding + full)), (2, 2 * (sliding + full) + shared)):
         counted = count_weights({**config, "num_kv_shared_layers": count})
         assert counted.parameters == parameters
+
+
+@pytest.mark.parametrize("wrapper", ["llava", "gemma3"])
+@pytest.mark.parametrize("inside", [None, False, True])
+@pytest.mark.parametrize("outside", [None, False, True])
+def test_a_wrapper_says_whether_the_head_is_the_embedding(wrapper, inside, outside) -> None:
+    """Where it is silent its language model does, and then the class: Gemma's is."""
+    text = LLAMA if wrapper == "llava" else load_config("gemma-3-4b")["text_config"]
+    config = {"model_type": wrapper, "text_config": text | {"tie_word_embeddings": inside}}
+    head = text["vocab_size"] * text["hidden_size"]
+    tied = next((flag for flag in (outside, inside) if flag is not None), wrapper == "gemma3")
+    untied = count_weights(config | {"tie_word_embeddings": False}).parameters
+    counted = count_weights(config | {"tie_word_embeddings": outside}).parameters
+    assert untied - counted == head * tied
 
 
 def test_a_file_without_a_dtype_counts_as_bfloat16() -> None:

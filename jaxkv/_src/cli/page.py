@@ -103,7 +103,8 @@ def _token_text(question: Question) -> str:
 
 def _state_text(question: Question) -> str:
     count, size = state_bytes(question.layers())
-    return f"{size:,} bytes ({readable(size)}) in {count} layers, at any length" if count else ""
+    layers = f"{count} layer{'s' * (count != 1)}"
+    return f"{size:,} bytes ({readable(size)}) in {layers}, at any length" if count else ""
 
 
 def _longest_text(question: Question, plan: Plan) -> str:

@@ -108,18 +108,27 @@ def _specs(entries: Any, place: str) -> Iterator[Spec]:
             raise TypeError(f"{here} of --specs must be an object, got {shown(entry)}")
         count = entry.get("count", 1)
         check_positive(**{f"{here}.count of --specs": count})
-        inner = [*_specs(entry["layers"], f"{here}.layers")] if "layers" in entry else None
-        specs = [_spec(entry, here)] if inner is None else inner
+        specs = _inner(entry, here) if "layers" in entry else [_spec(entry, here)]
         if count * len(specs) > MAX_LAYERS:
             raise ValueError(f"{here}.count of --specs makes more than {MAX_LAYERS:,} layers")
         yield from specs * count
+
+
+def _inner(entry: Mapping[str, Any], here: str) -> list[Spec]:
+    """Returns the layers that an entry repeats."""
+    if unknown := sorted(set(entry) - {"count", "layers"}):
+        raise ValueError(
+            f"{here} of --specs repeats layers and has no field {', '.join(unknown)}; its fields "
+            "are layers and count"
+        )
+    return list(_specs(entry["layers"], f"{here}.layers"))
 
 
 def _spec(entry: Mapping[str, Any], here: str) -> Spec:
     kind = entry.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"{here}.kind={shown(kind)} of --specs; use one of {', '.join(KINDS)}")
-    fields = {name: _frozen(v) for name, v in entry.items() if name not in ("kind", "count")}
+    fields = {name: v for name, v in entry.items() if name not in ("kind", "count")}
     if issubclass(KINDS[kind], LayerSpec):
         fields = {"block_size": BLOCK_SIZE, **fields}
     known = {field.name: field for field in dataclasses.fields(KINDS[kind])}
@@ -147,10 +156,6 @@ def _told(data: Any) -> str:
     if isinstance(data, Mapping):
         return f"one with {', '.join(map(str, data)) or 'nothing'}"
     return f"a {type(data).__name__}"
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def change_specs(

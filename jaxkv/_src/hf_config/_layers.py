@@ -5,7 +5,7 @@ from typing import get_args
 
 from jaxkv._src.hf_config._build import Options
 from jaxkv._src.hf_config._families import FAMILIES, open_config
-from jaxkv._src.hf_config._fields import Config, check_config
+from jaxkv._src.hf_config._fields import Config, check_config, inner_config
 from jaxkv._src.hf_config._refused import REFUSED
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 from jaxkv._src.internal.checks import check_choice, check_count, check_positive
@@ -79,10 +79,11 @@ def _not_understood(config: Config, model_type: str) -> ValueError:
             f"config has no model_type, as every config.json of Hugging Face has; it has {given}. "
             f"{by_hand}"
         )
+    named = config.get("model_type") if inner_config(config) is None else model_type
     known = [*FAMILIES, *WRAPPERS]
     nearest = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5) or known[:1]
     return ValueError(
-        f"model_type={config.get('model_type')!r} (architectures="
+        f"model_type={named!r} (architectures="
         f"{config.get('architectures')}) is not understood; the nearest of {len(known)} that are: "
         f"{', '.join(nearest)}. {by_hand}"
     )

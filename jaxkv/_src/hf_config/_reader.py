@@ -49,8 +49,8 @@ class ConfigReader:
             self.default(**family.inner if self.wrapper else {})
             self.ignore(*family.ignored)
             for name, other in family.same.items():
-                if self._fields.get(name) is None and self._fields.get(other) is not None:
-                    self._fields[name] = self._fields[other]
+                if self._fields.get(name) is None:
+                    self._fields[name] = self._fields.get(other)
 
     def _rename(self, names: Mapping[str, str]) -> None:
         """Gives fields their usual names; refuses a field that has two values under two names."""

@@ -26,13 +26,14 @@ def _split_entries(entries: Sequence[TableEntry], room: int) -> Iterator[list[Ta
     for entry in entries:
         starts, ids = list(entry.starts or (0,) * len(entry.block_ids)), list(entry.block_ids)
         while True:
-            counts = _fill([len(of_group) for of_group in ids], left)
+            sizes = [len(of_group) for of_group in ids]
+            counts = _fill(sizes, left) if room else sizes  # which `pack_step` refuses
             taken = [of_group[:n] for of_group, n in zip(ids, counts, strict=True)]
             part.append(TableEntry(entry.row, taken, tuple(starts)))
             left -= sum(counts)
             ids = [of_group[n:] for of_group, n in zip(ids, counts, strict=True)]
             starts = [start + n for start, n in zip(starts, counts, strict=True)]
-            if not any(ids) or not room:
+            if not any(ids):
                 break
             yield part
             part = []
