@@ -510,15 +510,48 @@ def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int) ->
 
 @needs_mosaic
 def test_a_tile_of_decoding_has_about_as_many_queries_as_requests_and_few_rows() -> None:
+    from pallas_kernels._paged_attention.mla import _tile_size
     from pallas_kernels._paged_attention.mosaic import _decode_size
 
     sizes = itertools.product((1, 3, 20, 40, 64), (8, 12, 20, 100), (1, 2, 6, 99))
     for group, tokens, most in sizes:
         rule = rule_of("all keys")._replace(group=group, max_queries=most)
-        size = _decode_size(call_of(rule, "bfloat16", tokens, batch=8), rule)
+        arrays = call_of(rule, "bfloat16", tokens, batch=8)
+        size = _decode_size(arrays, rule)
         wanted = min(most, max(4, math.ceil(tokens / 8)))
         assert size == 1 or (size <= 8 and size * group <= 64)
         assert size < 2 * wanted and (size >= wanted or 2 * size > min(8, 64 // group))
+        size, wanted = _tile_size(arrays, rule), max(math.ceil(tokens / 8), 64 // group)
+        assert min(8, wanted) <= size <= min(8, 2 * wanted - 1)
+
+
+def test_rounds_of_xla_take_as_many_blocks_as_512_keys_have_within_their_memory() -> None:
+    from pallas_kernels._paged_attention.xla import _blocks_at_once
+
+    for tiles, page, heads, width in itertools.product((1, 40, 2000), (16, 200), (1, 8), (2, 99)):
+        rule = rule_of("all keys")._replace(page_tokens=page, kv_heads=heads)
+        arrays = types.SimpleNamespace(block_tables=np.zeros((1, width)))
+        of_tiles: Any = types.SimpleNamespace(requests=np.zeros(tiles))
+        blocks = _blocks_at_once(arrays, of_tiles, rule)
+        wanted, bytes_each = min(width, math.ceil(512 / page)), tiles * page * heads * 128 * 4
+        assert blocks == 1 or (blocks <= wanted and blocks * bytes_each <= 2**26)
+        assert blocks == wanted or (blocks + 1) * bytes_each > 2**26
+        alone = _blocks_at_once(arrays, of_tiles, rule._replace(reproducible=True))
+        assert alone == math.ceil(512 / page), "bits depend on the batch"
+
+
+@needs_mosaic
+def test_lanes_take_all_thread_blocks_that_the_gpu_has_at_once(monkeypatch) -> None:
+    from pallas_kernels._paged_attention import mla_decode, mosaic
+
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 13 * per_sm)
+    for kv_heads, group in itertools.product((1, 2, 8, 40), (1, 8)):
+        rule = rule_of("all keys")._replace(kv_heads=kv_heads, group=group)
+        decode = mosaic._decode_shape(call_of(rule, "bfloat16"), rule, 8)
+        assert decode.num_lanes == max(1, 13 * decode.thread_blocks_per_sm // kv_heads)
+    for blocks_of_rows in (1, 2, 8, 16):
+        latents = decode._replace(rows=64 * blocks_of_rows)
+        assert mla_decode.num_lanes(latents) == max(1, 13 // blocks_of_rows)
 
 
 @needs_mosaic

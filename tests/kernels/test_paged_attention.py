@@ -53,6 +53,7 @@ class Case(NamedTuple):
     scaled: bool = False
     holes: bool = False  # some pages of the first two requests are not there
     low: bool = False  # scores are so far below 0 that their powers are 0
+    huge: float = 0.0  # the first element of each value; sums of unseen ones are infinite
     causal: bool = True
     firsts: bool = False  # tables begin behind the first tokens
     ranks: int = 1  # positions are interleaved, and these pages are the second rank's
@@ -116,6 +117,8 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
         numbers = numbers.astype(jnp.dtype(case.pages))
         numbers[..., 0] = 40 if case.low else numbers[..., 0]
+        if case.huge:
+            numbers[..., case.key] = case.huge
         poison = 127 if case.pages == "int8" else math.nan
     pages = np.full(shape, poison, numbers.dtype)
     starts = np.zeros(case.batch, np.int32)
@@ -225,8 +228,8 @@ def define(case: Case, given: Arguments) -> Expected:
         begin, end = (request, request + 1) if loc is None else loc[request : request + 2].tolist()
         for token in range(begin, end):
             position = length - end + token
-            if position < 0:
-                continue
+            if loc is None and not length:
+                continue  # padding
             held_at = positions(case, 0 if starts is None else starts[request])
             last = position if case.causal else length
             seen = (held_at >= first_visible(case, position)) & (held_at <= last)
@@ -537,6 +540,7 @@ INTERLEAVED = Case(
 WIDE = Case(4, 2, 80, 96, page_tokens=16, width=12, tokens=84, sinks=True, window=30, holes=True)
 WIDE = WIDE._replace(chunk=115, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
+PIECES = PIECES._replace(huge=6e36)
 INTERPRETED = {
     "decode": (
         Case(batch=2, page_tokens=32, width=16, heads=2, kv_heads=1, holes=True, low=True),
@@ -553,7 +557,11 @@ INTERPRETED = {
     # All queries see the keys of its first step. A thread block takes two steps, and has room for
     # the values of one.
     "a prefill in int8": (INTERLEAVED, [700], [0, 70]),
-    "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
+    # Ten see no key, and add up the values of 28 that others see.
+    "a prefill of more queries than tokens": (
+        INTERLEAVED._replace(key=64, pages="bfloat16", sinks=True, huge=1.3e37),
+        *([60], [0, 70]),
+    ),
     "reproducible prefill in two rounds": (
         # The last tile begins with the second segment, and the one before lies in both.
         Case(1, 1, batch=2, page_tokens=32, width=5, tokens=66, reproducible=True, window=15),
@@ -572,7 +580,8 @@ def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jnp, "empty", lambda shape, dtype: jnp.full(shape, math.nan, dtype))
 
 
-quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
+# Of poison, and of sums of what is not seen.
+quietly = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")
 
 
 def some_batches(case: Case) -> list[tuple[list[int], list[int] | None, int]]:
@@ -840,6 +849,7 @@ def test_more_queries_than_tokens_see_what_there_is() -> None:
     """The first queries of such a request come before its first key."""
     case = XLA_CASES["f32"]
     given = make(case, [3, 0, 20], [0, 5, 5, 9])
+    check(case, given, "xla")
     check(case, given._replace(sinks=np.full(4, -math.inf, np.float32)), "xla")
 
 
@@ -946,10 +956,10 @@ BAD = [
     ("interleaving", Interleaving(-1, 2, 1), ValueError, "interleaving.rank=-1 must be in 0..1"),
     ("interleaving", Interleaving(2, 2, 1), ValueError, "interleaving.rank=2 must be in 0..1"),
     ("shared_prefixes", 2, TypeError, "shared_prefixes must be of type SharedPrefixes, got int"),
-    ("shared_prefixes", shared([0.0], [1], [1]), TypeError, "shared_prefixes.members must be int32"),
-    ("shared_prefixes", shared([0], [1.0], [1]), TypeError, "shared_prefixes.ends must be int32"),
-    ("shared_prefixes", shared([0], [1], [1.0]), TypeError, "shared_prefixes.lens must be int32"),
-    ("shared_prefixes", shared([0], [1], [1, 2]), ValueError, "shared_prefixes.lens must be int32"),
+    ("shared_prefixes", shared([0.0], [1], [1]), TypeError, "prefixes.members must be int32"),
+    ("shared_prefixes", shared([0], [1.0], [1]), TypeError, "prefixes.ends must be int32"),
+    ("shared_prefixes", shared([0], [1], [1.0]), TypeError, "prefixes.lens must be int32"),
+    ("shared_prefixes", shared([0], [1], [1, 2]), ValueError, "prefixes.lens must be int32.1."),
     ("soft_cap", 0.0, ValueError, "soft_cap=0.0 must be positive"),
     ("sliding_window", 0, ValueError, "sliding_window=0 must be an int of at least 1"),
     ("max_query_len", 0, ValueError, "max_query_len=0 must be an int of at least 1"),
