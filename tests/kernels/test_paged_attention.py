@@ -540,7 +540,6 @@ INTERLEAVED = Case(
 WIDE = Case(4, 2, 80, 96, page_tokens=16, width=12, tokens=84, sinks=True, window=30, holes=True)
 WIDE = WIDE._replace(chunk=115, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
-PIECES = PIECES._replace(huge=6e36)
 INTERPRETED = {
     "decode": (
         Case(batch=2, page_tokens=32, width=16, heads=2, kv_heads=1, holes=True, low=True),
