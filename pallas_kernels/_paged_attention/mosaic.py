@@ -128,8 +128,8 @@ def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: An
 
 def may_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool:
     """Returns whether any request may have more queries than tiles of decoding, and enough."""
-    most = min(rule.max_queries, arrays.queries.shape[0])
-    return arrays.query_start_loc is not None and most > size and arrays.queries.shape[0] >= ROWS
+    may_have_many = arrays.query_start_loc is not None and rule.max_queries > size
+    return may_have_many and arrays.queries.shape[0] >= ROWS
 
 
 def _prefill_shape(arrays: AttentionArrays, rule: AttentionRule) -> PrefillShape:

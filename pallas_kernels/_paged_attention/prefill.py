@@ -700,15 +700,16 @@ class _Prefiller:
         highest = jnp.maximum(running.highest, sink)
         shrink = jnp.exp2(running.highest - highest)
         # A query that saw no key has accumulated weights of unseen keys.
-        shrink = jnp.where(running.highest > UNSEEN, shrink, 0.0)
+        seen = running.highest > UNSEEN
+        shrink = jnp.where(seen, shrink, 0.0)
         total = running.total.sum(axis=1) * shrink + jnp.exp2(sink - highest)
         weight = shrink * item.value_scale / jnp.where(total > 0, total, 1.0)
         lse = jnp.log(total) + highest * (1 / LOG2E)
         store(outputs.lse.at[item.tile.index, item.head, self.warpgroup], lse)
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
         # The output of a query that saw no key may be infinite.
-        known = lax.broadcast_in_dim(total, out.shape, [0]) > 0
-        out = lax.select(known, out, lax.full_like(out, 0)).astype(self.rule.out_dtype)
+        seen = lax.broadcast_in_dim(seen, out.shape, [0])
+        out = lax.select(seen, out, lax.full_like(out, 0)).astype(self.rule.out_dtype)
         width = self.shape.staged_width
         for start in range(0, self.rule.value_width, width):
             first = min(start, self.rule.value_width - width)  # the last part may overlap

@@ -1,6 +1,7 @@
 """Tiles of queries, and the steps of keys that kernels take for them, against the definition."""
 
 import itertools
+import math
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _capability
-from pallas_kernels._paged_attention import prefill_tasks
+from pallas_kernels._paged_attention import prefill_tasks, rounds
 from pallas_kernels._paged_attention import tiles as tiles_module
+from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.prefill_tasks import (
     ROWS,
     PrefillTile,
@@ -43,6 +45,7 @@ from tests.helpers import as_ids, needs_mosaic
 
 BATCH, TOKENS, COLUMNS, PAGES = 4, 90, 12, 60
 FIRST_ROW = 24  # of the first page
+LOC = as_ids([0, 90, 90, 90, 90])  # one request has all queries
 RULES: dict[str, dict[str, Any]] = {
     "all keys": {},
     "a window": {"window": 300},
@@ -383,17 +386,19 @@ def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_s
     ("name", "lanes"), [("all keys", 5), ("all keys", 40), ("a window", 40), ("interleaved", 5)]
 )
 def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkeypatch) -> None:
-    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: lanes)
-    monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
     rule, cut, num_segments = rule_of(name), Cut(128, align=8, least=2), 0
+    rule = rule._replace(kv_heads=2, group=3)
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 6 * lanes + 5)
+    monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
+    monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, cut)
         pieces = divide(arrays, rule, tiles, KEYS)
-        assert pieces is not None
+        assert pieces is not None and pieces.lanes == lanes
         whole = [PrefillTile(*row) for row in prefill_tiles(arrays, rule, tiles, KEYS).tolist()]
         rows = prefill_tiles(arrays, rule, tiles, KEYS, pieces).tolist()
         rows = [PrefillTile(*row) for row in rows if PrefillTile(*row).count]
-        assert {row.num_tiles for row in rows} <= {len(rows)}
+        assert {(row.num_tiles, row.heads_together) for row in rows} <= {(len(rows), 2)}
         steps = [row.last_step - row.first_step for row in rows]
         assert steps == sorted(steps, reverse=True), "the longest first"
         firsts, counts = np.asarray(pieces.first_segments), np.asarray(pieces.counts)
@@ -405,12 +410,157 @@ def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkey
                 index = [len(counts) + i for i in segments] if len(segments) > 1 else [row.index]
                 check_pieces(row, [next(r for r in rows if r.index == i) for i in index])
                 longest = max(1, -(-total // lanes))
-                assert -(-(row.last_step - row.first_step) // len(index)) <= 1.25 * longest
+                length = row.last_step - row.first_step
+                assert (len(index) > 1) == (length > 1.25 * longest)
+                assert -(-length // len(index)) <= 1.25 * longest
         used = [row.index - len(counts) for row in rows if row.index >= len(counts)]
         assert sorted(used) == list(range(len(used))) and len(used) <= 2 * lanes
         check_halves(tiles, *halves_of(tiles, pieces, max(96, ROWS)), pieces.counts)
         num_segments += len(used)
     assert num_segments
+
+
+@pytest.mark.parametrize(
+    ("lanes", "least", "queries", "most"),
+    [
+        (2, 3, 512, 2),
+        (1, 3, 256, None),
+        (2, 3, 513, None),
+        (40, 1, 90, 6),
+        (40, 3, 90, 2),
+        (40, 4, 90, None),
+    ],
+)
+def test_tiles_are_divided_where_thread_blocks_are_left_into_pieces_of_enough_steps(
+    lanes: int, least: int, queries: int, most: int | None, monkeypatch
+) -> None:
+    """A table has 6 steps."""
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: lanes)
+    monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", least)
+    rule = rule_of("all keys")
+    (arrays,) = itertools.islice(batches(rule), 1)
+    arrays = arrays._replace(
+        queries=np.zeros((queries, 1, 64)), seq_lens=as_ids([768, 0, 0, 0]), query_start_loc=LOC
+    )
+    pieces = divide(arrays, rule, cut_queries(arrays, rule, Cut(128, align=8, least=2)), KEYS)
+    assert (None if pieces is None else pieces.counts.max()) == most
+
+
+@pytest.mark.parametrize(
+    ("fitting", "at_once"), [(0.5, 1), (3.99, 3), (4, 4), (6, 5), (9.99, 5), (10, 10)]
+)
+def test_rounds_are_as_few_as_the_workspace_allows_and_alike(
+    fitting: float, at_once: int, monkeypatch
+) -> None:
+    rule = rule_of("all keys")._replace(value_width=96)
+    queries = np.arange(10 * 2 * 8 * 4).reshape(10, 2, 8, 4)
+    of_tile = 3 * 2 * 8 * (96 + 2) * 4  # bytes of the results of its segments
+    monkeypatch.setattr(rounds, "WORKSPACE", int(fitting * of_tile))
+    numbers = as_ids(np.arange(10))
+    tiles = QueryTiles(1, *[numbers] * 11)
+    sizes = []
+
+    def run(tiles: QueryTiles, queries: Any) -> Any:
+        sizes.append(len(tiles.requests))
+        return tiles.ends, queries
+
+    ends, found = rounds.in_rounds(run, tiles, queries, rule, FixedSegments(2, 3))
+    assert sizes == [at_once]
+    np.testing.assert_array_equal(ends, numbers)
+    np.testing.assert_array_equal(found, queries)
+
+
+def call_of(rule: AttentionRule, dtype: str, tokens: int = 1, batch: int = 1) -> Any:
+    """The shapes and dtypes of a call."""
+    data = jax.ShapeDtypeStruct((9, 64 * rule.row_width), dtype)
+    return types.SimpleNamespace(
+        pages=StridedPages(data, data.dtype, 9, 64, 1, rule.row_width),
+        block_tables=np.zeros((batch, 5)),
+        queries=np.zeros(tokens, jnp.bfloat16),
+    )
+
+
+def bytes_of(scratch: Any) -> int:
+    """The shared memory that a kernel asks for, without barriers."""
+    avals = [leaf.inner_aval for leaf in jax.tree.leaves(scratch) if hasattr(leaf, "inner_aval")]
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("pages", "unit"), [("bfloat16", 16), ("int8", 64)])
+def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int) -> None:
+    from pallas_kernels._paged_attention import mosaic, prefill
+    from pallas_kernels._paged_attention.decode_block import DecodeScratch
+
+    for key, value in itertools.product(range(64, 272, unit), repeat=2):
+        rule = rule_of("all keys")._replace(
+            key_width=key, value_width=value, out_dtype=jnp.dtype("bfloat16")
+        )
+        arrays = call_of(rule, pages)
+        shape = mosaic._prefill_shape(arrays, rule)
+        assert bytes_of(prefill._Scratch.of(shape)) <= 226 * 1024
+        assert shape.keys * value <= 128 * 128, "registers are short"
+        assert shape.keys == 128 or max(key, value) > 128, "small steps though large ones fit"
+        assert value % shape.staged_width == 0 or shape.staged_width == 64
+        for rows in (8, 40, 64):
+            decode = mosaic._decode_shape(arrays, rule, rows)
+            scratch = DecodeScratch.of(decode, None if decode.widens else rule.out_dtype)
+            assert bytes_of(scratch) * decode.thread_blocks_per_sm <= 226 * 1024
+
+
+@needs_mosaic
+def test_a_tile_of_decoding_has_about_as_many_queries_as_requests_and_few_rows() -> None:
+    from pallas_kernels._paged_attention.mla import _tile_size
+    from pallas_kernels._paged_attention.mosaic import _decode_size
+
+    sizes = itertools.product((1, 3, 20, 40, 64), (8, 12, 20, 100), (1, 2, 6, 99))
+    for group, tokens, most in sizes:
+        rule = rule_of("all keys")._replace(group=group, max_queries=most)
+        arrays = call_of(rule, "bfloat16", tokens, batch=8)
+        size = _decode_size(arrays, rule)
+        wanted = min(most, max(4, math.ceil(tokens / 8)))
+        assert size == 1 or (size <= 8 and size * group <= 64)
+        assert size < 2 * wanted and (size >= wanted or 2 * size > min(8, 64 // group))
+        size, wanted = _tile_size(arrays, rule), max(math.ceil(tokens / 8), 64 // group)
+        assert min(8, wanted) <= size <= min(8, 2 * wanted - 1)
+
+
+def test_rounds_of_xla_take_as_many_blocks_as_512_keys_have_within_their_memory() -> None:
+    from pallas_kernels._paged_attention.xla import _blocks_at_once
+
+    for tiles, page, heads, width in itertools.product((1, 40, 2000), (16, 200), (1, 8), (2, 99)):
+        rule = rule_of("all keys")._replace(page_tokens=page, kv_heads=heads)
+        arrays = types.SimpleNamespace(block_tables=np.zeros((1, width)))
+        of_tiles: Any = types.SimpleNamespace(requests=np.zeros(tiles))
+        blocks = _blocks_at_once(arrays, of_tiles, rule)
+        wanted, bytes_each = min(width, math.ceil(512 / page)), tiles * page * heads * 128 * 4
+        assert blocks == 1 or (blocks <= wanted and blocks * bytes_each <= 2**26)
+        assert blocks == wanted or (blocks + 1) * bytes_each > 2**26
+        alone = _blocks_at_once(arrays, of_tiles, rule._replace(reproducible=True))
+        assert alone == math.ceil(512 / page), "bits depend on the batch"
+
+
+@needs_mosaic
+def test_lanes_take_all_thread_blocks_that_the_gpu_has_at_once(monkeypatch) -> None:
+    from pallas_kernels._paged_attention import mla_decode, mosaic
+
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 13 * per_sm)
+    for kv_heads, group in itertools.product((1, 2, 8, 40), (1, 8)):
+        rule = rule_of("all keys")._replace(kv_heads=kv_heads, group=group)
+        decode = mosaic._decode_shape(call_of(rule, "bfloat16"), rule, 8)
+        assert decode.num_lanes == max(1, 13 * decode.thread_blocks_per_sm // kv_heads)
+    for blocks_of_rows in (1, 2, 8, 16):
+        latents = decode._replace(rows=64 * blocks_of_rows)
+        assert mla_decode.num_lanes(latents) == max(1, 13 // blocks_of_rows)
+
+
+@needs_mosaic
+def test_thread_blocks_are_paired_where_each_loads_half_of_whole_granules() -> None:
+    from pallas_kernels._paged_attention.mla_decode import is_paired
+
+    for rows, granule in itertools.product((64, 128, 192, 256), (8, 16, 24, 32, 64)):
+        shape: Any = types.SimpleNamespace(rows=rows, steps=types.SimpleNamespace(granule=granule))
+        assert is_paired(shape) == (rows // 64 in (2, 4) and granule // 2 % 8 == 0)
 
 
 @needs_mosaic

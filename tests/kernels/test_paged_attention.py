@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxkv.testing import assert_same_bytes
-from pallas_kernels import Interleaving, StridedPages, _capability, paged_attention
+from pallas_kernels import (
+    Interleaving,
+    SharedPrefixes,
+    StridedPages,
+    _capability,
+    paged_attention,
+)
 from pallas_kernels._paged_attention import xla
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
 
@@ -47,6 +53,7 @@ class Case(NamedTuple):
     scaled: bool = False
     holes: bool = False  # some pages of the first two requests are not there
     low: bool = False  # scores are so far below 0 that their powers are 0
+    huge: float = 0.0  # the first element of each value; sums of unseen ones are infinite
     causal: bool = True
     firsts: bool = False  # tables begin behind the first tokens
     ranks: int = 1  # positions are interleaved, and these pages are the second rank's
@@ -110,6 +117,8 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
         numbers = numbers.astype(jnp.dtype(case.pages))
         numbers[..., 0] = 40 if case.low else numbers[..., 0]
+        if case.huge:
+            numbers[..., case.key] = case.huge
         poison = 127 if case.pages == "int8" else math.nan
     pages = np.full(shape, poison, numbers.dtype)
     starts = np.zeros(case.batch, np.int32)
@@ -219,8 +228,8 @@ def define(case: Case, given: Arguments) -> Expected:
         begin, end = (request, request + 1) if loc is None else loc[request : request + 2].tolist()
         for token in range(begin, end):
             position = length - end + token
-            if position < 0:
-                continue
+            if loc is None and not length:
+                continue  # padding
             held_at = positions(case, 0 if starts is None else starts[request])
             last = position if case.causal else length
             seen = (held_at >= first_visible(case, position)) & (held_at <= last)
@@ -259,7 +268,7 @@ def define(case: Case, given: Arguments) -> Expected:
 
 
 def strided(pages: jax.Array, place: str) -> jax.Array | StridedPages:
-    """Returns pages in another order, or as bytes among others, all of which are NaN."""
+    """Returns pages in another order, or among bytes or elements (``"HND"``) that are NaN."""
     if not place:
         return pages
     if place == "NHD in an array":
@@ -278,6 +287,7 @@ def strided(pages: jax.Array, place: str) -> jax.Array | StridedPages:
         data = as_bytes(pages if place == "NHD" else by_head, 1)[:, None]
         steps, before = {"first": 1, "page_step": 2}, ((0, 0), (1, 0), (start, start))
     data = jnp.pad(data, before, constant_values=0xFF)
+    data = data.view(pages.dtype) if place == "HND" else data
     return StridedPages(
         data.reshape(-1, data.shape[-1]),
         pages.dtype,
@@ -434,7 +444,9 @@ XLA_CASES = {
     "fp8_e4m3": Case(tokens=40, pages="float8_e4m3fn", scaled=True, sinks=True, holes=True),
     "fp8_e5m2": Case(pages="float8_e5m2", queries="float16", scaled=True, place="NHD in an array"),
     "int8": Case(tokens=20, pages="int8", scaled=True, cap=30.0, window=70, place="heads apart"),
-    "all keys": Case(tokens=90, heads=8, value=32, causal=False, place="HND", page_tokens=12),
+    "all keys, bf16 over f32": Case(
+        *(8, 2, 64, 32, 12), tokens=90, pages="float32", causal=False, place="HND"
+    ),
     "interleaved": Case(tokens=40, ranks=2, sinks=True, place="NHD"),
     "latent": Case(tokens=20, kv_heads=1, key=72, value=40, latent=True, place="heads apart"),
     "packed": Case(tokens=20, kv_heads=1, key=264, value=256, latent=True, pages=PACKED),
@@ -544,7 +556,11 @@ INTERPRETED = {
     # All queries see the keys of its first step. A thread block takes two steps, and has room for
     # the values of one.
     "a prefill in int8": (INTERLEAVED, [700], [0, 70]),
-    "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
+    # Ten see no key, and add up the values of 28 that others see.
+    "a prefill of more queries than tokens": (
+        INTERLEAVED._replace(key=64, pages="bfloat16", sinks=True, huge=1.3e37),
+        *([60], [0, 70]),
+    ),
     "reproducible prefill in two rounds": (
         # The last tile begins with the second segment, and the one before lies in both.
         Case(1, 1, batch=2, page_tokens=32, width=5, tokens=66, reproducible=True, window=15),
@@ -563,7 +579,8 @@ def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jnp, "empty", lambda shape, dtype: jnp.full(shape, math.nan, dtype))
 
 
-quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
+# Of poison, and of sums of what is not seen.
+quietly = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")
 
 
 def some_batches(case: Case) -> list[tuple[list[int], list[int] | None, int]]:
@@ -738,7 +755,7 @@ def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
         (Case(queries="float32"), "queries are float32, and the kernels take bfloat16"),
         (Case(pages="float16"), "pages are float16 and queries bfloat16"),
         (Case(value=72), "keys are 64 wide and values 72, and the kernels take multiples of 16 in"),
-        (Case(value=320), "keys are 64 wide and values 320, and the kernels take widths from 64"),
+        (Case(value=272), "keys are 64 wide and values 272, and the kernels take widths from 64"),
         (Case(key=48), "keys are 48 wide and values 64, and the kernels take widths from 64"),
         (Case(value=96, pages="int8"), "keys are 64 wide and values 96, .* multiples of 64"),
         (Case(key=72), "keys are 72 wide and values 64, and the kernels take multiples of 16 in"),
@@ -746,7 +763,7 @@ def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
             Case(key=96, pages="int8"),
             "keys are 96 wide and values 64, and the kernels take multiples of 64 in pages of 8",
         ),
-        (Case(key=320), "keys are 320 wide and values 64, and the kernels take widths from 64"),
+        (Case(key=272), "keys are 272 wide and values 64, and the kernels take widths from 64"),
         (Case(value=48), "keys are 64 wide and values 48, and the kernels take widths from 64"),
         (
             Case(heads=65, kv_heads=1),
@@ -758,6 +775,28 @@ def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
 def test_what_mosaic_does_not_take_is_named(case: Case, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=f'implementation="mosaic_gpu": {reason}'):
         attend(make(case, [3, 2, 1], None), case, "mosaic_gpu")
+
+
+LIMITS = [
+    Case(key=64, value=256, page_tokens=8),
+    Case(key=256, value=64, queries="float16", pages="float16"),
+    Case(key=80, value=112),
+    Case(key=128, value=192, pages="int8"),
+    Case(heads=64, kv_heads=1),
+    LATENTS._replace(key=64 * 3, heads=128, page_tokens=8),
+    LATENTS._replace(key=576, value=512, pages="float8_e5m2"),
+    LATENTS._replace(key=576, value=512, pages=PACKED),
+]
+
+
+@pytest.mark.parametrize("case", LIMITS, ids=str)
+def test_mosaic_takes_all_up_to_its_limits(case: Case, monkeypatch) -> None:
+    from pallas_kernels._paged_attention import call
+
+    monkeypatch.setattr(call, "choose", lambda _, reason, **attend: (reason, None))
+    packing = PACKED if case.pages == PACKED else None
+    options: Any = {"value_width": case.value, "row_packing": packing}
+    assert paged_attention(*make(case, [3, 2, 1], None)[:4], **options) is None
 
 
 def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
@@ -809,6 +848,7 @@ def test_more_queries_than_tokens_see_what_there_is() -> None:
     """The first queries of such a request come before its first key."""
     case = XLA_CASES["f32"]
     given = make(case, [3, 0, 20], [0, 5, 5, 9])
+    check(case, given, "xla")
     check(case, given._replace(sinks=np.full(4, -math.inf, np.float32)), "xla")
 
 
@@ -862,6 +902,13 @@ GOOD: dict[str, Any] = {
     "block_tables": jnp.zeros((3, 2), jnp.int32),
     "seq_lens": jnp.ones(3, jnp.int32),
 }
+
+
+def shared(*arrays: list[float]) -> SharedPrefixes:
+    kinds = {int: np.int32, float: np.float32}
+    return SharedPrefixes(*(np.array(array, kinds[type(array[0])]) for array in arrays))
+
+
 BAD = [
     ("implementation", "triton", ValueError, "implementation='triton'; use one of"),
     ("queries", jnp.ones((3, 4, 8), jnp.int32), TypeError, "queries must be one of float32, bfl"),
@@ -886,6 +933,13 @@ BAD = [
     ("seq_lens", jnp.ones(3), TypeError, "seq_lens must be int32.3., got float32"),
     ("seq_lens", jnp.ones(4, jnp.int32), ValueError, "seq_lens must be int32.3., got int32.4."),
     ("query_start_loc", jnp.ones(3, jnp.int32), ValueError, "query_start_loc must be int32.4."),
+    ("first_positions", jnp.ones(4, jnp.int32), ValueError, "first_positions must be int32.3."),
+    ("first_positions", np.ones(3, np.int64), TypeError, "first_positions must be int32.3., got"),
+    ("block_tables", jnp.ones(3, jnp.int32), TypeError, "block_tables must be int32.B, W., got"),
+    ("seq_lens", jnp.ones((3, 1), jnp.int32), TypeError, "seq_lens must be int32.3., got"),
+    ("queries", jnp.ones((3, 0, 8)), ValueError, "queries has 0 heads; wants a multiple of the 2"),
+    ("pages", jnp.ones((5, 2, 0, 14)), ValueError, "4 heads; wants a multiple of the 0 KV heads"),
+    ("out_dtype", "int8", TypeError, "out_dtype must be one of float32, bfl.*, got int8"),
     ("queries", None, TypeError, "queries must be an array of numbers, got NoneType"),
     ("pages", "x", TypeError, "pages must be an array of numbers, got str"),
     ("scale", -1.0, ValueError, "scale=-1.0 must be positive"),
@@ -893,6 +947,7 @@ BAD = [
     ("soft_cap", jnp.ones(2), ValueError, "soft_cap=Array.* must be a finite number, or None"),
     ("sliding_window", [3], ValueError, r"sliding_window=\[3\] must be a finite number, or None"),
     ("causal", 1, TypeError, "causal must be of type bool, got int"),
+    ("reproducible", 1, TypeError, "reproducible must be of type bool, got int"),
     ("interleaving", 2, TypeError, "interleaving must be of type Interleaving, got int"),
     ("interleaving", Interleaving(0, 0, 1), ValueError, "interleaving.ranks=0 must be an int of"),
     ("interleaving", Interleaving(0, 2, 0), ValueError, "interleaving.interleave_tokens=0 must"),
@@ -900,10 +955,16 @@ BAD = [
     ("interleaving", Interleaving(-1, 2, 1), ValueError, "interleaving.rank=-1 must be in 0..1"),
     ("interleaving", Interleaving(2, 2, 1), ValueError, "interleaving.rank=2 must be in 0..1"),
     ("shared_prefixes", 2, TypeError, "shared_prefixes must be of type SharedPrefixes, got int"),
+    ("shared_prefixes", shared([0.0], [1], [1]), TypeError, "prefixes.members must be int32"),
+    ("shared_prefixes", shared([0], [1.0], [1]), TypeError, "prefixes.ends must be int32"),
+    ("shared_prefixes", shared([0], [1], [1.0]), TypeError, "prefixes.lens must be int32"),
+    ("shared_prefixes", shared([0], [1], [1, 2]), ValueError, "prefixes.lens must be int32.1."),
     ("soft_cap", 0.0, ValueError, "soft_cap=0.0 must be positive"),
     ("sliding_window", 0, ValueError, "sliding_window=0 must be an int of at least 1"),
     ("max_query_len", 0, ValueError, "max_query_len=0 must be an int of at least 1"),
     ("chunk_size", 1.5, ValueError, "chunk_size=1.5 must be an int of at least 1"),
+    ("chunk_size", jnp.int32(4), ValueError, "chunk_size=Array.* must be an int of at least 1"),
+    ("value_width", 0, ValueError, "value_width=0 must be an int of at least 1"),
     ("sinks", jnp.ones(3), ValueError, r"sinks has shape \(3,\); wants \[4\]"),
     ("sinks", jnp.ones(4, jnp.int32), TypeError, "sinks must be floats, got int32"),
     ("key_scale", jnp.ones(3), ValueError, r"key_scale has shape \(3,\); wants a number or \[2\]"),
@@ -928,16 +989,27 @@ def test_bad_input_is_refused_by_name(argument, value, error, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "row", "message"),
+    ("key", "row", "value"),
+    [(8, 14, 7), (8, 14, 5), (8, 8, 9), (8, 8, None), (8, 7, None), (0, 14, None)],
+)
+def test_rows_that_are_no_key_and_value_are_refused(key, row, value) -> None:
+    widths = f"queries are {key} wide and rows of pages {row}; a.row must be a key"
+    arguments = {**GOOD, "queries": jnp.ones((3, 4, key)), "pages": jnp.ones((5, 2, 2, row))}
+    with pytest.raises(ValueError, match=widths):
+        paged_attention(**arguments, value_width=value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "row", "message"),
     [
-        (None, 528, "value_width=None with row_packing='fp8_ds_mla'; pass a multiple of 128"),
-        (64, 528, "value_width=64 with row_packing='fp8_ds_mla'; pass a multiple of 128"),
-        (640, 528, "value_width=640 .* less than the width of queries, 576"),
-        (512, 576, "a row of pages is 576 bytes; .* value_width=512 it must be 656"),
+        (576, None, 528, "value_width=None with row_packing='fp8_ds_mla'; pass a multiple of 128"),
+        (576, 64, 528, "value_width=64 with row_packing='fp8_ds_mla'; pass a multiple of 128"),
+        (640, 640, 660, "value_width=640 .* less than the width of queries, 640"),
+        (576, 512, 576, "a row of pages is 576 bytes; .* value_width=512 it must be 656"),
     ],
 )
-def test_packed_rows_of_other_widths_are_refused(value, row, message) -> None:
-    arguments = {**GOOD, "queries": jnp.ones((3, 4, 576)), "row_packing": PACKED}
+def test_packed_rows_of_other_widths_are_refused(key, value, row, message) -> None:
+    arguments = {**GOOD, "queries": jnp.ones((3, 4, key)), "row_packing": PACKED}
     arguments["pages"] = jnp.ones((5, 2, 2, row), jnp.uint8)
     with pytest.raises(ValueError, match=message):
         paged_attention(**arguments, value_width=value)
@@ -1010,13 +1082,14 @@ def test_limits_go_neither_with_interleaving_nor_with_all_keys(limit, other) -> 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_an_output_has_the_dtype_that_is_asked_for(implementation) -> None:
     wide = functools.partial(paged_attention, out_dtype="float32", implementation=implementation)
-    out = jax.eval_shape(wide, *PLAIN.arguments(per_request=True))
-    assert out.dtype == jnp.float32 and out.shape == (64, 32, 128)
+    program = jax.make_jaxpr(wide)(*PLAIN._replace(value=64).arguments(per_request=True))
+    (out,) = program.out_avals
+    assert out.dtype == jnp.float32 and out.shape == (64, 32, 64)
+    assert ("bf16[64,32,64]" in str(program)) == (implementation == "mosaic_gpu")  # as queries are
 
 
-def test_good_input_is_not_refused() -> None:
-    assert jax.eval_shape(functools.partial(paged_attention, key_width=8), **GOOD).shape == (
-        3,
-        4,
-        6,
-    )
+@pytest.mark.parametrize(("row", "value"), [(14, 6), (14, None), (8, 8), (8, 3)])
+def test_good_input_is_not_refused(row, value) -> None:
+    attend_all = functools.partial(paged_attention, key_width=8, value_width=value)
+    out = jax.eval_shape(attend_all, **GOOD | {"pages": jnp.ones((5, 2, 2, row))})
+    assert out.shape == (3, 4, value or 6)
