@@ -329,6 +329,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         changed(*FULL, "rotated", "by 45"),
         "FullAttentionSpec of 'layers.0.attn': rotated='by 45' is not understood",
     ),
+    "a field of a later version next to one that is not used": (
+        lambda: convert_spec("layer", next(recorded_specs()) | {"a": None, "b": 1}, **OPTIONS),
+        "b=1 is not understood",
+    ),
     "a dtype that is none": (changed(*FULL, "dtype", "torch.int64"), "dtype='int64' is not a"),
     "other bytes": (changed(*FULL, "num_kv_heads", 4), "pages of 8,192 bytes here, and a layer_s"),
     "fewer bytes": (changed(*FULL, "num_kv_heads", 1), "pages of 2,048 bytes here, and a layer_s"),
