@@ -549,6 +549,7 @@ REFUSALS = {
     "layer_types=5": llama(layer_types=5),
     "quantization_config='fp8'": llama(quantization_config="fp8"),
     "mamba_ssm_cache_dtype": preset("nemotron-h-8b", mamba_ssm_cache_dtype="float64"),
+    "lacks 'head_dim'": preset("nemotron-h-8b", head_dim=None, attention_head_dim=None),
     "mamba_d_ssm": preset("falcon-h1-7b", mamba_d_ssm=1024),
     "mamba_expand": preset("granite-4.0-h-tiny", mamba_expand=3),
     "mamba_ssm_dtype": preset("qwen3-next-demo", model_type="qwen3_5_text", mamba_ssm_dtype=None),
@@ -752,6 +753,8 @@ def test_the_refusal_of_an_unknown_type_names_the_nearest_ones() -> None:
         layers_from_config({"model_type": "llava", "text_config": llama(model_type="qwen3_mo")})
     with pytest.raises(ValueError, match=r"the nearest .*: llava_next_video, "):
         layers_from_config(llama(model_type="llava_next_videos"))
+    with pytest.raises(ValueError, match=r"model_type=None \(architectures=\['Unheard'\]\) is not"):
+        layers_from_config({"architectures": ["Unheard"]})
     names = {name: 1 for name in "hgfedcbaji"}
     with pytest.raises(ValueError, match=r"no model_type.*; it has a, b, c, d, e, f, g, h. Write"):
         layers_from_config(names)

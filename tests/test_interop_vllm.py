@@ -329,6 +329,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         changed(*FULL, "rotated", "by 45"),
         "FullAttentionSpec of 'layers.0.attn': rotated='by 45' is not understood",
     ),
+    "a field of a later version next to one that is not used": (
+        lambda: convert_spec("layer", next(recorded_specs()) | {"a": None, "b": 1}, **OPTIONS),
+        "b=1 is not understood",
+    ),
     "a dtype that is none": (changed(*FULL, "dtype", "torch.int64"), "dtype='int64' is not a"),
     "other bytes": (changed(*FULL, "num_kv_heads", 4), "pages of 8,192 bytes here, and a layer_s"),
     "fewer bytes": (changed(*FULL, "num_kv_heads", 1), "pages of 2,048 bytes here, and a layer_s"),
@@ -705,6 +709,7 @@ def running(request: str, ids: Any, computed: int) -> Data:
 
 BAD_STEPS = {
     "of other groups": (output(scheduled_new_reqs=[new("b", [1])]), "has block ids of 1 groups"),
+    "of no groups": (output(**running("a", [], 5)), "has block ids of 0 groups"),
     "of nobody": (output(**running("b", None, 5)), "request 'b' is not known"),
     "without data": (output(num_scheduled_tokens={"a": 1}), r"names \['a'\], which are neither in"),
     "of too many": (
@@ -742,6 +747,21 @@ def test_a_bad_step_is_refused_and_changes_nothing(name: str) -> None:
     assert (tables.rows, tables.block_ids("a")) == before
     (upload,) = tables.pack(shape, output(**running("a", ([4], [5], [6]), 5)))
     assert upload.parts()["entry_columns"].tolist() == [1, 1, 1]
+
+
+def test_fields_that_every_step_has_are_missed() -> None:
+    step = output(scheduled_new_reqs=[new("a", [1], [2], [3])], num_scheduled_tokens={"a": 5})
+    (arrival,), cached = step["scheduled_new_reqs"], step["scheduled_cached_reqs"]
+    for part in (step, arrival, cached):
+        for name in list(part):
+            left = {key: value for key, value in part.items() if key != name}
+            changes = {
+                id(step): left,
+                id(arrival): {**step, "scheduled_new_reqs": [left]},
+                id(cached): {**step, "scheduled_cached_reqs": left},
+            }
+            with pytest.raises(TypeError, match=f"has no '{name}'"):
+                setting(WINDOWS).tables.follow(changes[id(part)])
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -912,6 +932,20 @@ def test_a_copy_has_the_group_that_reads_its_source_and_not_one_that_gave_it_bac
         assert [bool(pairs) for pairs in tables.follow(step).copies] == [
             group == reads for group in range(3)
         ]
+
+
+def test_a_copy_has_the_group_in_which_the_step_writes_its_target() -> None:
+    """The target came ahead of its tokens; another request of the step has no blocks yet."""
+    _, _, tables, _ = setting(WINDOWS)
+    ids = [[10 * group + column for column in (1, 2)] for group in range(3)]
+    first = [new("a", *ids), new("b", [], [], [])]
+    tables.follow(output(scheduled_new_reqs=first, num_scheduled_tokens={"a": 16}))
+    cached = {"req_ids": ["a", "b"], "new_block_ids": [None] * 2, "num_computed_tokens": [16, 0]}
+    for group in range(3):
+        copied = [(99, ids[group][1])]
+        work = {"cached": cached, "num_scheduled_tokens": {"b": 1, "a": 1}}
+        step = tables.follow(output(**work, kv_cache_block_copies=copied))
+        assert step.copies == [copied if other == group else [] for other in range(3)]
 
 
 def test_blocks_of_a_load_that_failed_are_zeroed_again() -> None:

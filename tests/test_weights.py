@@ -536,7 +536,7 @@ def test_layers_that_read_the_cache_of_another_have_no_keys_and_values() -> None
 @pytest.mark.parametrize("inside", [None, False, True])
 @pytest.mark.parametrize("outside", [None, False, True])
 def test_a_wrapper_says_whether_the_head_is_the_embedding(wrapper, inside, outside) -> None:
-    """Where it is silent its language model does, and then the class: Gemma's is."""
+    """Its language model says it if the wrapper does not, and then the class: Gemma's is."""
     text = LLAMA if wrapper == "llava" else load_config("gemma-3-4b")["text_config"]
     config = {"model_type": wrapper, "text_config": text | {"tie_word_embeddings": inside}}
     head = text["vocab_size"] * text["hidden_size"]
