@@ -466,7 +466,7 @@ def test_what_a_scheduler_cannot_hand_over_is_refused() -> None:
 
 
 def test_a_request_of_another_cache_has_its_own_prefix_and_end() -> None:
-    """When it is computed again, it finds what its salt and its adapter let it share."""
+    """Computed again, it finds what its salt and its adapter let it share."""
     manager, shape = manager_of({"a": FULL}, 40)
     ids, adapter = list(range(16)), [jaxkv.ExtraKey.lora("a", "/a")]
     tokens = {name: list(ids) for name in ("plain", "same", "salted", "adapted", "late")}

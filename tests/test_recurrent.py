@@ -440,7 +440,7 @@ def outputs_of_layer(cache: Any, upload: Any, x: Any, **options: Any) -> Any:
 
 
 class Asked(Exception):
-    """What a kernel was asked for, instead of its outputs."""
+    """The arguments of a kernel, raised instead of its outputs."""
 
 
 @pytest.mark.parametrize(
