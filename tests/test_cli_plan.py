@@ -454,6 +454,7 @@ def test_stages_have_as_many_layers_as_each_other_or_one_less(stages: int) -> No
         ("80GiB", 80 * 2**30),
         ("71.3GiB", 713 * 2**30 // 10),  # a fraction of a byte is left out
         ("141GB", 141 * 10**9),
+        ("64.1GB", 641 * 10**8),  # as a float, a byte less
         ("1.5GiB", 3 * 2**29),
         ("512", 512),
         (" 2 MiB ", 2**21),

@@ -554,8 +554,8 @@ INTERPRETED = {
     ),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
     # All queries see the keys of its first step. A thread block takes two steps, and has room for
-    # the values of one.
-    "a prefill in int8": (INTERLEAVED, [700], [0, 70]),
+    # the values of one, of which the last ones are of no token.
+    "a prefill in fp8": (INTERLEAVED._replace(pages="float8_e4m3fn"), [700], [0, 70]),
     # Ten see no key, and add up the values of 28 that others see.
     "a prefill of more queries than tokens": (
         INTERLEAVED._replace(key=64, pages="bfloat16", sinks=True, huge=1.3e37),

@@ -23,7 +23,7 @@ from pallas_kernels import (
     selective_scan,
 )
 from pallas_kernels._recurrence import limits, prompt, prompt_parts, step, step_convolution, xla
-from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.chunks import CHUNK, Chunks
 from pallas_kernels._recurrence.prompt_shape import PromptShape
 from pallas_kernels._recurrence.rule import Requests, Rule, Tokens
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
@@ -310,6 +310,8 @@ def check(
     if in_chunks and layer.inputs == "bfloat16":  # the bound above is wide, because of 1 + 1 / 256
         assert relative_error(outputs, expected) < 1e-2
         assert relative_error(states_in(layer, data), states) < 1e-2
+    if implementation == "mosaic_gpu" and not in_chunks and layer.out == layer.state == "float32":
+        assert relative_error(outputs, expected) < 1e-5  # nothing is rounded but to float32
     if windows is not None:
         close(windows_in(layer, data), windows, rtol=0, atol=0)
     untouched = np.array(data).view(np.uint8)
@@ -499,6 +501,7 @@ PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2))
 @settings(max_examples=3, phases=AS_DRAWN)
 @example([70, 60, 70], 0)  # as many chunks as there can be of them
 @example([1, 150, 1], 23)  # states of which some are written before the first token
+@example([200, 0, 0], 27)  # an odd number of chunks, and a page of a request without a token
 @given(
     st.sampled_from([[1, 150, 1], [0, 64, 65], [200, 0, 0], [63, 1, 64], [70, 60, 70]]),
     st.integers(0, 99),
@@ -589,6 +592,28 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
         write_after=as_ids([[70, 80], [9, 9]]),  # two pages take one state
     )
     check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=90)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4))
+def test_a_turn_keeps_the_states_of_all_requests_that_go_on(counts: list[int], size: int) -> None:
+    """Of each turn's runs: chunks from and to, the state before, whether that after is kept."""
+    begins, ids = np.cumsum([0, *counts]), np.arange(len(counts))
+    pages = StatePages(jnp.zeros((9, 32), jnp.uint8), "float32", (1, 1, 8), num_pages=9)
+    requests, nothing = Requests(as_ids(ids), as_ids(ids)), (jnp.zeros(0, jnp.int32),) * 5
+    chunks = Chunks(*nothing, as_ids(begins), as_ids(begins[-1]))
+    for first in range(0, begins[-1], size):
+        runs = np.array(prompt._runs(pages, requests, chunks, first, size))
+        expected = [
+            (
+                min(max(begin - first, 0), size),
+                min(max(end - first, 0), size),
+                prompt.KEPT if begin < first else request,
+                int(end > first + size),
+            )
+            for request, (begin, end) in enumerate(itertools.pairwise(begins))
+        ]
+        assert sorted(map(tuple, runs)) == sorted(expected)
+        assert (np.diff(runs[:, 1] - runs[:, 0]) <= 0).all()  # the longest first
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
