@@ -7,7 +7,7 @@ import tempfile
 
 import jax
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 # Most of the suite's time is compiling.
@@ -43,6 +43,8 @@ settings.register_profile(
     deadline=None,  # the first example compiles
     max_examples=40,
     stateful_step_count=30,
+    # To vary a failure for its reasons takes minutes, more than a test may take.
+    phases=[phase for phase in Phase if phase is not Phase.explain],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile(
