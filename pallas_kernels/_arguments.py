@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 
 def check_choice(choices: Sequence[str], **values: str | None) -> None:
@@ -38,6 +39,18 @@ def check_type(kind: type, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
+
+def as_dtype(name: str, value: DTypeLike, choices: Sequence[str]) -> jnp.dtype:
+    """Returns a dtype that is one of the choices."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in choices:
+        given = shown(value) if dtype is None else dtype
+        raise TypeError(f"{name} must be one of {', '.join(choices)}, got {given}")
+    return dtype
 
 
 def as_array(name: str, value: Any) -> Array:

@@ -9,7 +9,14 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels._arguments import as_array, as_number, check_choice, check_type, shown
+from pallas_kernels._arguments import (
+    as_array,
+    as_dtype,
+    as_number,
+    check_choice,
+    check_type,
+    shown,
+)
 from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention.pages import StridedPages, check_pages
 from pallas_kernels._paged_attention.shared import is_worth_sharing
@@ -98,7 +105,9 @@ def check_arguments(
         interleave_tokens=1 if interleaving is None else interleaving.interleave_tokens,
         reproducible=reproducible,
         max_queries=_as_count("max_query_len", max_query_len) or max(1, num_tokens),
-        out_dtype=queries.dtype if out_dtype is None else jnp.dtype(out_dtype),
+        out_dtype=as_dtype(
+            "out_dtype", queries.dtype if out_dtype is None else out_dtype, QUERY_DTYPES
+        ),
     )
     _check_rule(rule)
     chunk_offsets = jnp.zeros_like(seq_lens)
@@ -246,8 +255,6 @@ def _check_rule(rule: AttentionRule) -> None:
         raise ValueError(
             f"{what} does not go with sliding_window or chunk_size; pass one or the other"
         )
-    if rule.out_dtype.name not in QUERY_DTYPES:
-        raise TypeError(f"out_dtype must be one of {', '.join(QUERY_DTYPES)}, got {rule.out_dtype}")
 
 
 def _as_int32(name: str, array: Any, ndim: int, length: int | None = None) -> Array:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._arguments import as_array, as_number, check_type, shown
+from pallas_kernels._arguments import as_array, as_dtype, as_number, check_type, shown
 from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
 
@@ -138,23 +138,37 @@ def check_pages(name: str, pages: StatePages, ndim: int) -> None:
     """Raises TypeError or ValueError unless the arrays lie within their extents."""
     check_type(StatePages, **{name: pages})
     data = pages.data
-    if jnp.dtype(pages.dtype).name not in DTYPES:
-        raise TypeError(
-            f"{name}.dtype must be one of {', '.join(DTYPES)}, got {jnp.dtype(pages.dtype)}"
-        )
+    dtype = as_dtype(f"{name}.dtype", pages.dtype, DTYPES)
     if len(pages.shape) != ndim or not math.prod(pages.shape):
         raise ValueError(f"{name}.shape={pages.shape} must have {ndim} sizes of at least 1")
-    if data.ndim != 2 or data.dtype not in (jnp.uint8, jnp.dtype(pages.dtype)):
+    if data.ndim != 2 or data.dtype not in (jnp.uint8, dtype):
         raise ValueError(
-            f"{name}.data must be [extents, n] of uint8 or {jnp.dtype(pages.dtype)}, got "
-            f"{data.dtype}{list(data.shape)}"
+            f"{name}.data must be [extents, n] of uint8 or {dtype}, got {data.dtype}"
+            f"{list(data.shape)}"
         )
     end = pages.start + pages.num_bytes
-    if end > pages.extent_bytes or pages.start % pages.itemsize:
+    if pages.start < 0 or end > pages.extent_bytes or pages.start % pages.itemsize:
         raise ValueError(
             f"{name} ends at byte {end} of an extent, from start={pages.start} on, and extents "
             f"have {pages.extent_bytes} bytes; it must lie within its extent, and start be a "
             "multiple of the element size"
+        )
+    _check_extents(name, pages)
+
+
+def _check_extents(name: str, pages: StatePages) -> None:
+    """Raises ValueError unless all pages lie within the data; counts a traced first one as 0."""
+    for field, least in {"num_pages": 0, "page_step": 1}.items():
+        count = getattr(pages, field)
+        if not isinstance(count, int) or count < least:
+            raise ValueError(f"{name}.{field}={shown(count)} must be an int of at least {least}")
+    first, extents = pages.first, pages.data.shape[0]
+    first = first if isinstance(first, int) else 0
+    last = first + (pages.num_pages - 1) * pages.page_step
+    if first < 0 or last >= extents:
+        raise ValueError(
+            f"{name} has pages in extents {first} to {last}, and {name}.data has {extents}; "
+            f"pass the data of all num_pages={pages.num_pages}"
         )
 
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels._arguments import as_array, check_type
+from pallas_kernels._arguments import as_array, as_dtype, check_type
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import choose
 from pallas_kernels._recurrence.arguments import (
+    DTYPES,
     check_convolution,
     check_requests,
     check_tokens,
@@ -219,7 +220,7 @@ def _run(
     out_dtype: DTypeLike | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
-    out = jnp.dtype(tokens.inputs.dtype if out_dtype is None else out_dtype)
+    out = as_dtype("out_dtype", tokens.inputs.dtype if out_dtype is None else out_dtype, DTYPES)
     if not tokens.inputs.size or not requests.batch:
         shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)
         return tokens.states.data, jnp.zeros(shape, out)

@@ -940,6 +940,7 @@ BAD = [
     ("queries", jnp.ones((3, 0, 8)), ValueError, "queries has 0 heads; wants a multiple of the 2"),
     ("pages", jnp.ones((5, 2, 0, 14)), ValueError, "4 heads; wants a multiple of the 0 KV heads"),
     ("out_dtype", "int8", TypeError, "out_dtype must be one of float32, bfl.*, got int8"),
+    ("out_dtype", "x", TypeError, "out_dtype must be one of float32, bfl.*, got 'x'"),
     ("queries", None, TypeError, "queries must be an array of numbers, got NoneType"),
     ("pages", "x", TypeError, "pages must be an array of numbers, got str"),
     ("scale", -1.0, ValueError, "scale=-1.0 must be positive"),

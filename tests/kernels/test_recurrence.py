@@ -806,7 +806,33 @@ BAD = [
     ("query_start_loc", jnp.zeros(3, jnp.int32), ValueError, "query_start_loc must be int32"),
     ("max_query_len", 0, ValueError, "max_query_len=0 must be an int of at least 1"),
     ("max_query_len", 1.5, ValueError, r"max_query_len=1\.5 must be an int of at least 1"),
-    ("states", GOOD["states"]._replace(start=4), ValueError, "must lie within its extent"),
+    ("out_dtype", "x", TypeError, "out_dtype must be one of float32, bfl.*, got 'x'"),
+    ("out_dtype", jnp.int8, TypeError, "out_dtype must be one of float32, bfl.*, got int8"),
+    *(
+        ("states", GOOD["states"]._replace(start=start), ValueError, "must lie within its extent")
+        for start in (4, -4)
+    ),
+    *(
+        ("states", GOOD["states"]._replace(**{field: count}), ValueError, f"states.{field}={count}")
+        for field, counts in {"num_pages": (-1, 2.0), "page_step": (0, -1, 1.0)}.items()
+        for count in counts
+    ),
+    *(
+        ("states", GOOD["states"]._replace(**places), ValueError, f"in extents {text}, and")
+        for text, places in {
+            "0 to 9": {"num_pages": 10},
+            "1 to 9": {"first": 1},
+            "-1 to 7": {"first": -1},
+            "0 to 16": {"page_step": 2},
+            "2 to 10": {"first": 2, "page_step": 2, "num_pages": 5},
+        }.items()
+    ),
+    (
+        "convolution",
+        Convolution(WINDOWS._replace(num_pages=10), jnp.ones((4, 256))),
+        ValueError,
+        "convolution.pages has pages in extents 0 to 9, and convolution.pages.data has 9",
+    ),
     (
         "states",
         StatePages(jnp.zeros((9, 40000), jnp.uint8), jnp.float32, (2, 64, 64), 9, start=2),
@@ -814,6 +840,7 @@ BAD = [
         "start be a multiple of the element size",
     ),
     ("states", GOOD["states"]._replace(dtype=jnp.int8), TypeError, "states.dtype must be one of"),
+    ("states", GOOD["states"]._replace(dtype="x"), TypeError, "dtype must be one of .* got 'x'"),
     ("states", GOOD["states"]._replace(shape=(2, 64)), ValueError, "must have 3 sizes"),
     ("states", GOOD["states"]._replace(shape=(2, 0, 64)), ValueError, "3 sizes of at least 1"),
     *(
