@@ -393,6 +393,21 @@ def test_a_chunk_ends_where_a_prompt_parts_from_a_remembered_one(blocks: float) 
     assert manager.start("b", [1] * count + [2] * 10).chunk_ends == ends
 
 
+@pytest.mark.parametrize("name", ["none", "align", "modes"])
+def test_a_request_goes_on_in_the_blocks_that_a_checkpoint_keeps_to_its_end(name: str) -> None:
+    """Only a block of states is another one: of tokens none is overwritten, and none copied."""
+    manager = BlockManager(plan_of(name), max_requests=1)
+    shape = StepShape.for_plan(
+        manager.plan, max_requests=1, max_tokens=12, forks=2, cached_tokens=12
+    )
+    manager.start("a", [1] * 9, boundaries=[6])
+    manager.step(shape, {"a": 6})
+    before = manager.block_ids("a")
+    manager.step(shape, {"a": 2})
+    for group, *ids in zip(manager.plan.groups, before, manager.block_ids("a"), strict=True):
+        assert (ids[0][-1] != ids[1][-1]) == isinstance(group.specs[0], StateSpec)
+
+
 @pytest.mark.parametrize("wanted", ["shared", "named", "neither"])
 def test_a_state_that_prompts_go_on_from_outlives_ends_of_others(wanted: str) -> None:
     manager = BlockManager(plan_of("none", num_blocks=100), max_requests=1, checkpoint_share=0.1)

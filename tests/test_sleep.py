@@ -550,6 +550,8 @@ def test_closed_over_arrays_are_found() -> None:
             check_not_closed_over(state, broken, rows)
         with pytest.raises(ClosedOverError, match=r"^step closes .* \(as cache.rows\)"):
             check_not_closed_over(state, functools.partial(broken), rows=rows)  # without a name
+    with pytest.raises(ClosedOverError, match=r"\(as cache.status\)"):
+        check_not_closed_over(awake, lambda: awake.status + 1)
 
     @jax.jit
     def right(cache, rows):

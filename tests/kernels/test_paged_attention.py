@@ -160,9 +160,13 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
 
 
 def draw_sinks(rng: np.random.Generator, heads: int) -> np.ndarray:
-    """Returns logits, every other one above most scores, and few so far that keys count nothing."""
+    """Returns logits, every other one above most scores, and few so far that keys count nothing.
+
+    Of several heads the first one has no sink.
+    """
     index = np.arange(heads)
-    return (rng.normal(size=heads) + index % 2 * 4 + (index % 8 == 2) * 300).astype(np.float32)
+    sinks = rng.normal(size=heads) + index % 2 * 4 + (index % 8 == 2) * 300
+    return np.where((index == 0) & (heads > 1), -np.inf, sinks).astype(np.float32)
 
 
 def pack(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -558,7 +562,7 @@ INTERPRETED = {
     "a prefill in fp8": (INTERLEAVED._replace(pages="float8_e4m3fn"), [700], [0, 70]),
     # Ten see no key, and add up the values of 28 that others see.
     "a prefill of more queries than tokens": (
-        INTERLEAVED._replace(key=64, pages="bfloat16", sinks=True, huge=1.3e37),
+        INTERLEAVED._replace(heads=2, key=64, pages="bfloat16", sinks=True, huge=1.3e37),
         *([60], [0, 70]),
     ),
     "reproducible prefill in two rounds": (

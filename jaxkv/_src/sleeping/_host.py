@@ -116,8 +116,7 @@ def _restored(copy: HostCopy, pending: collections.deque[Array]) -> Array:
             with place.as_default():
                 array = _insert(array, pending[-1], _index(start), axis)
             start += chunk.shape[axis]
-        # With explicit axes jit returns an equal sharding that the next jit compiles anew for.
-        return jax.device_put(array, place.sharding) if place.committed else array
+        return array
     except BaseException:
         array.delete()
         raise
