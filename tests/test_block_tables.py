@@ -322,6 +322,8 @@ def test_entries_append_and_replace_and_of_two_for_one_cell_the_later_counts() -
         ({"changed_rows": ROWS}, BAD_ROW),
         ({"row_lengths": 7}, BAD_COLUMN),
         ({"row_lengths": -1}, BAD_COLUMN),
+        ({"rows": ROWS, "columns": 6}, BAD_ROW),  # a row that there is not has no columns
+        ({"changed_rows": ROWS, "row_lengths": 7}, BAD_ROW),
     ],
 )
 def test_entries_out_of_range_are_dropped_and_reported_until_they_are_read(changes, flag) -> None:
@@ -330,15 +332,15 @@ def test_entries_out_of_range_are_dropped_and_reported_until_they_are_read(chang
         small_cache(), packed(*(entry(row, [9] * 6, [9] * 6) for row in range(ROWS)), ids=60)
     )
     arrays = packed(entry(2, [5]))
-    name, value = next(iter(changes.items()))
-    bad = np.array(getattr(arrays, name))
-    bad[(0,) * bad.ndim] = value
-    cache = append_block_ids(full, dataclasses.replace(arrays, **{name: bad}))
+    bad = {name: np.array(getattr(arrays, name)) for name in changes}
+    for name, value in changes.items():
+        bad[name][(0,) * bad[name].ndim] = value
+    cache = append_block_ids(full, dataclasses.replace(arrays, **bad))
     assert int(cache.error_flags) == flag
     with pytest.raises(CacheError, match="the device found errors"):
         check_errors(cache)
     before, after = np.asarray(full.block_tables), np.array(cache.block_tables)
-    if name == "block_ids":
+    if "block_ids" in changes:
         assert after[2, 0] == 0, "an id that the pool does not have reads as null"
     after[2, 0] = 9
     np.testing.assert_array_equal(after, before)
@@ -439,25 +441,46 @@ def full_rows():
 
 
 @pytest.mark.parametrize(
-    ("fields", "flag"),
+    ("fields", "flag", "bad"),
     [
-        ({"request_rows": (0, -2)}, BAD_ROW),
-        ({"request_rows": (1, ROWS)}, BAD_ROW),
-        ({"num_computed_tokens": (0, -1)}, BAD_BATCH),
-        ({"num_computed_tokens": (0, 22)}, TOO_LONG),
-        ({"encoder_lens": (0, ENCODER + 2)}, TOO_LONG),
-        ({"query_start_loc": (1, 8)}, BAD_BATCH),  # then the second request computes -1 tokens
-        ({"query_start_loc": (3, TOKENS + 1)}, BAD_BATCH),
-        ({"query_start_loc": (1, -1)}, BAD_BATCH),
+        ({"request_rows": (0, -2)}, BAD_ROW, 0),
+        ({"request_rows": (1, ROWS)}, BAD_ROW, 1),
+        ({"num_computed_tokens": (0, -1)}, BAD_BATCH, 0),
+        ({"num_computed_tokens": (0, 22)}, TOO_LONG, 0),
+        ({"encoder_lens": (0, ENCODER + 2)}, TOO_LONG, 0),
+        ({"query_start_loc": (1, 8)}, BAD_BATCH, 1),  # which computes -1 tokens
+        ({"query_start_loc": (2, TOKENS + 1)}, BAD_BATCH, 1),
+        ({"query_start_loc": (3, TOKENS + 1)}, BAD_BATCH, 2),
+        ({"query_start_loc": (1, -1)}, BAD_BATCH, 0),
+        ({"query_start_loc": (0, 1)}, BAD_BATCH, [0, 1]),  # all are elsewhere than their tokens
+        ({"query_start_loc": (0, -1)}, BAD_BATCH, [0, 1]),
     ],
 )
-def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag) -> None:
+def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag, bad) -> None:
     upload = upload_of([0, 1], [4, 5], [3, 4])
     batch, flags = gather(full_rows(), changed(upload, **fields), shape=SHAPE)
     assert int(flags) & flag
-    bad = next(iter(fields.values()))[0] if "query_start_loc" not in fields else None
     for table in batch.tables:
-        assert flag == TOO_LONG or bad is None or not np.asarray(table)[bad].any()
+        assert flag == TOO_LONG or not np.asarray(table)[bad].any()
+
+
+def test_a_request_without_tokens_reads_no_block_and_is_no_error() -> None:
+    """Whatever its other fields say: here 4 tokens, and more of an encoder than tables hold."""
+    fields = {"query_start_loc": (1, 0), "encoder_lens": (0, ENCODER + 2)}
+    data = changed(upload_of([0, 1], [4, 5], [3, 4]), **fields)
+    batch, flags = gather(full_rows(), data, shape=SHAPE)
+    assert int(flags) == 0
+    assert not any(np.asarray(table)[0].any() for table in batch.tables)
+
+
+def test_a_request_that_is_longer_than_its_step_may_be_is_reported() -> None:
+    """Also if its last token is in a block that the tables have."""
+    shape = StepShape.for_plan(PLAN, max_requests=ROWS, max_tokens=TOKENS, max_seq_len=21)
+    for end in range(19, 25):
+        data = upload_of([1], [16], [1], shape)
+        data = changed(data, num_computed_tokens=(0, end - 1))
+        flags = int(gather(full_rows(), data, shape=shape)[1])
+        assert flags == TOO_LONG * (end > 21), end
 
 
 def test_columns_that_no_new_token_reads_are_null_for_every_kind() -> None:
@@ -719,7 +742,14 @@ def test_entries_of_shapes_that_do_not_fit_are_refused(changes, message) -> None
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [({"max_block_ids": 1}, "max_block_ids=2"), ({"max_rows": 0}, "max_rows=1")],
+    [
+        ({"max_block_ids": 1}, "max_block_ids=2"),
+        ({"max_rows": 0}, "max_rows=1"),
+        *(
+            ({name: 2**60}, f"{name}={2**60} must be at most {INT32_MAX}")
+            for name in ("num_groups", "max_block_ids", "max_rows")
+        ),
+    ],
 )
 def test_entries_that_do_not_fit_their_arrays_are_refused(sizes, message) -> None:
     room = {"num_groups": GROUPS, "max_requests": ROWS, "max_block_ids": 9, "max_rows": 2}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxkv
+from jaxkv._src.pool._layer import place_of
 from jaxkv._src.recurrent import _layers
 from jaxkv._src.recurrent._heads import (
     Heads,
@@ -470,6 +471,30 @@ def test_what_a_call_asks_for_reaches_the_kernel(kind, option, values, monkeypat
         (found,) = asked.value.args
         assert found[option] == value
         assert option == "silu" or found["silu"] in (True, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_function_passes_on_which_layer_and_which_states_it_was_asked_for(
+    kind, monkeypatch
+) -> None:
+    def finish(cache, layer, bound, given, how):
+        conv = given.conv_weights, given.conv_bias
+        raise Asked([bound.first, bound.implementation, given.num_drafts, given.at, conv])
+
+    monkeypatch.setattr(_layers, "_finish", finish)
+    plan = plan_of(kind, drafts=1)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle())
+    assert cache.period_layers("layer.0")[1] == "layer.1"
+    period, drafts, at = jnp.int32(1), as_ids([1, 0]), as_ids([0, 1])
+    options = {"period": period, "implementation": "xla", "num_drafts": drafts, "at": at}
+    with pytest.raises(Asked) as asked:
+        run_layer(kind, cache, "layer.0", batch, inputs_of({}, {}, None), **options)
+    place, implementation, *arrays, conv = asked.value.args[0]
+    assert implementation == "xla" and arrays[0] is drafts and arrays[1] is at
+    assert int(place) == place_of(cache.layout, "layer.1").first
+    if kind != "linear_attention":
+        assert conv[0] is weights() and conv[1] is bias()
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,30 @@ def of_steps(s: Served) -> Iterator[Call]:
         yield traced(call), arguments
 
 
+def of_recurrent(s: Served) -> Iterator[Call]:
+    """Yields recurrent layers of a cache and a step, which are traced only."""
+    conv, states = (2, 12), (2, 4, 2)
+    shapes = {"delta": (conv, states), "linear": (states,), "conv": (conv,)}
+    specs = {
+        name: jaxkv.StateSpec(block_size=4, shapes=of, dtypes=("f32",) * len(of))
+        for name, of in shapes.items()
+    }
+    plan = jaxkv.plan_cache(specs, 2**20, max_model_len=24)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=8)
+    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=4), shape.idle())
+    run = {"cache": cache, "batch": batch, "period": None, "implementation": "xla"}
+    run |= {"num_drafts": None, "at": None}
+    inputs, of_heads = jnp.ones((8, 12)), jnp.ones((8, 2))
+    taps = run | {"conv_weights": jnp.ones((3, 12)), "conv_bias": jnp.ones(12)}
+    mixed = taps | {"layer": "delta", "log_decay": -of_heads}
+    of_delta = {"qkv": inputs, "beta": of_heads, "num_key_heads": 1, "scale": 1.0}
+    yield traced(jaxkv.gated_delta), mixed | of_delta
+    yield traced(jaxkv.mamba2), mixed | {"xbc": inputs, "steps": of_heads, "num_groups": 1}
+    linear = run | {"layer": "linear", "qkv": inputs, "log_decay": -of_heads}
+    yield traced(jaxkv.linear_attention), linear | {"num_key_heads": 1, "scale": 1.0}
+    yield traced(jaxkv.short_conv), taps | {"layer": "conv", "inputs": inputs, "silu": False}
+
+
 def traced(call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, so that a call only traces it."""
 
@@ -299,6 +323,7 @@ ROOMS: dict[str, Callable[[Served], Iterator[Call]]] = {
     "host": of_host,
     "device": of_device,
     "steps": of_steps,
+    "recurrent": of_recurrent,
 }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -380,12 +381,16 @@ def test_a_handle_is_spent_by_the_call_that_takes_it() -> None:
     dozing = sleep(full_cache(), parts=("kv_cache",))
     asleep = sleep(dozing, parts=("block_tables",))
     woken = wake_up(asleep, parts=("block_tables",))
-    wake_up(woken)
+    cache = wake_up(woken)
+    held = [weakref.ref(array) for array in (*cache.buffers, cache.status, cache.scales)]
     for handle in (dozing, asleep, woken):
         assert not handle.levels and not handle.released_bytes and not handle.host_bytes
         for use in (sleep, wake_up):
             with pytest.raises(SleepError, match="spent: a later sleep or wake_up took it"):
                 use(handle)
+    del cache
+    gc.collect()
+    assert not any(array() for array in held), "a spent handle keeps arrays alive"
 
 
 def test_states_that_were_left_are_refused() -> None:
@@ -477,6 +482,7 @@ def test_a_failure_leaves_things_as_they_were(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     """Whether the pool is on its way, in chunks, or the small arrays are (at -1 the last)."""
+    error = KeyboardInterrupt if fails_at % 3 == 0 else MemoryError
     cache = full_cache()
     kept = snapshot(cache)
     to_host, to_device = fails_at, fails_at
@@ -488,8 +494,8 @@ def test_a_failure_leaves_things_as_they_were(
             to_device += puts.call_count - to_host + fails_at
     before = _live_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(_host.jax, "device_put", _fails_at(to_host))
-        with pytest.raises(MemoryError) as failure:
+        patch.setattr(_host.jax, "device_put", _fails_at(to_host, error))
+        with pytest.raises(error) as failure:
             sleep(cache, chunk_bytes=SMALL_CHUNKS)
     # While the traceback still holds its frames, and before reads: on a GPU, jax keeps a second
     # array of the same memory for each array that was read.
@@ -499,8 +505,8 @@ def test_a_failure_leaves_things_as_they_were(
     sleeping = sleep(cache, chunk_bytes=SMALL_CHUNKS)
     before = _live_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(_host.jax, "device_put", _fails_at(to_device))
-        with pytest.raises(MemoryError) as failure:
+        patch.setattr(_host.jax, "device_put", _fails_at(to_device, error))
+        with pytest.raises(error) as failure:
             wake_up(sleeping)
     assert _live_bytes() == before
     del failure
@@ -519,13 +525,13 @@ def _live_bytes() -> dict[str, int]:
     return kinds
 
 
-def _fails_at(count: int):
+def _fails_at(count: int, error: type[BaseException]):
     calls = iter(range(count))
     put = jax.device_put
 
     def device_put(*args, **options):
         if next(calls, None) is None:
-            raise MemoryError("no room")
+            raise error("no room")
         return put(*args, **options)
 
     return device_put
@@ -552,6 +558,8 @@ def test_closed_over_arrays_are_found() -> None:
             check_not_closed_over(state, functools.partial(broken), rows=rows)  # without a name
     with pytest.raises(ClosedOverError, match=r"\(as cache.status\)"):
         check_not_closed_over(awake, lambda: awake.status + 1)
+    with pytest.raises(ClosedOverError, match=r"\(as cache.rows\), .* \(as cache.status\)"):
+        check_not_closed_over(awake, lambda: (awake.rows + 1, awake.status + 1))
 
     @jax.jit
     def right(cache, rows):
@@ -622,6 +630,8 @@ def test_a_repr_says_which_parts_sleep() -> None:
     assert repr(sleeping).startswith(
         "SleepingCache(kv_cache asleep at level 2, block_tables awake; "
     )
+    assert repr(sleeping).endswith(f"; {sleeping.released_bytes:,} bytes released)")
+    assert sleeping.released_bytes != sleeping.host_bytes
     assert len(repr(sleeping)) < 200
 
 

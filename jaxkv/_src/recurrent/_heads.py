@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.internal.checks import check_array
+from jaxkv._src.internal.checks import check_array, check_positive
 from jaxkv._src.pool import BoundLayer
 from jaxkv._src.specs import StateSpec
 
@@ -47,9 +47,9 @@ def by_rank(array: Array, parts: tuple[Heads, ...], ranks: int) -> Array:
 
 def check_heads(bound: BoundLayer, name: str, count: int, value_heads: int) -> None:
     """Raises ValueError unless these heads of keys divide among those of values, and ranks."""
+    check_positive(**{name: count})
     ranks = bound.ranks_of_heads
-    fits = isinstance(count, int) and count >= 1 and not value_heads % count
-    if not fits or (count % ranks and ranks % count):
+    if value_heads % count or (count % ranks and ranks % count):
         among = f", and a multiple or a divisor of the {ranks} ranks of the mesh" * (ranks > 1)
         raise ValueError(
             f"{name}={count!r} must be an int that divides the {value_heads} heads of states{among}"
@@ -69,5 +69,8 @@ def check_convolution(
             f"conv_weights has shape {weights.shape}; layer {layer!r} keeps the last {kept} inputs "
             f"of {columns} channels, and wants {(kept + 1, columns)}"
         )
-    if bias is not None and bias.shape != (columns,):
+    if bias is None:
+        return
+    check_array(conv_bias=bias)
+    if bias.shape != (columns,):
         raise ValueError(f"conv_bias has shape {bias.shape}; wants {(columns,)}")

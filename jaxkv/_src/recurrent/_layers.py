@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.cache import KVCache, Period, StepBatch
-from jaxkv._src.internal.checks import check_array
+from jaxkv._src.internal.checks import check_array, check_flag, check_number, check_positive
 from jaxkv._src.internal.kept import kept_jit
 from jaxkv._src.pool import SAME, BoundLayer, bind, on_devices, put_back
 from jaxkv._src.recurrent._heads import (
@@ -96,6 +96,7 @@ def gated_delta(
     """
     bound = bind(cache, layer, batch, period, implementation)
     spec = check_states(layer, bound, (2, 3), at, num_drafts)
+    check_positive(num_key_heads=num_key_heads)
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
     check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
@@ -107,7 +108,9 @@ def gated_delta(
         flat_tokens(bound, "beta", beta, (heads,)),
         *(conv_weights, conv_bias, num_drafts, at),
     )
-    scale = None if scale is None else float(scale)
+    if scale is not None:
+        check_number(scale=scale)
+        scale = float(scale)
     return _finish(cache, layer, bound, given, _How("delta", parts, num_key_heads, scale))
 
 
@@ -153,6 +156,7 @@ def mamba2(
     """
     bound = bind(cache, layer, batch, period, implementation)
     spec = check_states(layer, bound, (2, 3), at, num_drafts)
+    check_positive(num_groups=num_groups)
     heads, keys, values = _heads(bound, spec, "num_groups", num_groups)
     parts = values, keys, keys
     check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
@@ -204,6 +208,7 @@ def linear_attention(
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
     check_array(log_decay=log_decay)
+    check_number(scale=scale)
     if log_decay.shape == (heads,):
         log_decay = jnp.broadcast_to(log_decay, (*tokens, heads))
     given = _Given(
@@ -248,6 +253,7 @@ def short_conv(
     """
     bound = bind(cache, layer, batch, period, implementation)
     spec = check_states(layer, bound, (2,), at, num_drafts)
+    check_flag(silu=silu)
     parts = (Heads(bound.ranks_of_heads, spec.shapes[0][1]),)
     check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
     flat = flat_tokens(bound, "inputs", inputs, (columns_of(parts),))
