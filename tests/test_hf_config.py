@@ -683,7 +683,7 @@ SCALINGS = {  # (RoPE scaling, length of a model of 4,096 tokens), as in vLLM 0.
     "yarn, with the stretched length in the file": ({"rope_type": "yarn", "factor": 4.0}, 4096),
     "llama 3": ({"rope_type": "llama3", "factor": 8.0}, 4096),
     "longrope": ({"type": "longrope", "long_factor": [1.0]}, 4096),
-    "a null kind": ({"rope_type": None, "type": "linear", "factor": 4.0}, 16384),
+    "a null kind": ({"rope_type": None, "type": "yarn", "factor": 4.0}, 4096),
     "no factor": ({"type": "linear", "factor": None}, 4096),
     "by layer type": (
         {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}},
