@@ -457,6 +457,7 @@ def qwen_next(**changes: Any) -> dict[str, Any]:
     return preset("qwen3-next-80b-a3b", layer_types=kinds, **changes)
 
 
+MLLAMA = llama(model_type="mllama_text_model", num_hidden_layers=2)
 REFUSALS = {
     "sliding_window_size=2048": preset("gemma-2-9b", sliding_window_size=2048),
     "attention_sink=4": llama(attention_sink=4),
@@ -531,6 +532,7 @@ REFUSALS = {
     "head_dim'": preset("gemma-2-9b", head_dim=None),
     "v_head_dim=64": llama(v_head_dim=64),
     "cross_attention_layers": llama(cross_attention_layers=[3]),
+    "numbers of the 2 layers": MLLAMA | {"cross_attention_layers": ["1"]},
     "linear_attn_config": preset("kimi-linear-48b-a3b", linear_attn_config=None),
     "linear_attn_config=": preset(
         "kimi-linear-48b-a3b",
@@ -542,6 +544,11 @@ REFUSALS = {
         num_hidden_layers=2,
         linear_attn_config=load_config("kimi-linear-48b-a3b")["linear_attn_config"]
         | {"full_attn_layers": [1], "kda_layers": [1]},
+    ),
+    "conv_window=3 is": preset(
+        "kimi-linear-48b-a3b",
+        linear_attn_config=load_config("kimi-linear-48b-a3b")["linear_attn_config"]
+        | {"conv_window": 3},
     ),
     "index_topk=2048": llama(index_topk=2048),
     "num_hidden_layers=1000000000000": llama(num_hidden_layers=10**12),
@@ -676,6 +683,7 @@ SCALINGS = {  # (RoPE scaling, length of a model of 4,096 tokens), as in vLLM 0.
     "yarn, with the stretched length in the file": ({"rope_type": "yarn", "factor": 4.0}, 4096),
     "llama 3": ({"rope_type": "llama3", "factor": 8.0}, 4096),
     "longrope": ({"type": "longrope", "long_factor": [1.0]}, 4096),
+    "a null kind": ({"rope_type": None, "type": "yarn", "factor": 4.0}, 4096),
     "no factor": ({"type": "linear", "factor": None}, 4096),
     "by layer type": (
         {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}},

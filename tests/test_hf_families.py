@@ -241,6 +241,14 @@ def test_nemotron_nas_has_heads_of_its_own_in_every_layer() -> None:
     assert heads == {"layers.0.full_attention": 64 // 8, "layers.2.full_attention": 64 // 16}
 
 
+@pytest.mark.parametrize("queries", [0, 9, 63, 65, "8"])
+def test_nemotron_nas_has_the_same_queries_for_every_kv_head(queries: object) -> None:
+    config = copy.deepcopy(PUBLISHED["Nemotron-Super-49B"])
+    config["block_configs"][2]["attention"]["n_heads_in_group"] = queries
+    with pytest.raises(ValueError, match=f"n_heads_in_group={queries!r} of 64 heads"):
+        layers_from_config(config)
+
+
 @pytest.mark.parametrize("name", ["window_length", "num_sink_tokens", "sparsify"])
 def test_nemotron_nas_that_drops_tokens_is_refused(name: str) -> None:
     config = copy.deepcopy(PUBLISHED["Nemotron-Super-49B"])
@@ -536,6 +544,9 @@ def test_mpt_shares_heads_by_its_attn_config(attn_type: str, heads: int) -> None
             layers_from_config(config, kv_dtype="bfloat16")
     else:
         assert layers_from_config(config, kv_dtype="bfloat16") == layers
+    config["attn_config"]["sliding_window_size"] = 64
+    with pytest.raises(ValueError, match="sliding_window_size=64 is not understood"):
+        layers_from_config(config | {"attn_config": config["attn_config"] | {"kv_n_heads": 2}})
 
 
 @pytest.mark.parametrize(
@@ -563,6 +574,20 @@ def test_per_layer_config_must_name_layers_of_the_model(key: str) -> None:
     assert [spec.head_size for _, spec in attention(narrow)] == [64] * 6 + [32]
     with pytest.raises(ValueError, match="per_layer_config"):
         layers_from_config({**config, "per_layer_config": {key: {"head_dim": 32}}})
+
+
+@pytest.mark.parametrize("field", ["global_head_dim", "num_global_key_value_heads"])
+def test_full_layers_of_gemma_4_have_one_shape_in_both_of_its_forms(field: str) -> None:
+    text = load_config("gemma-4-31b")["text_config"] | {"torch_dtype": "bfloat16"}
+    own = {
+        "head_dim": text["global_head_dim"],
+        "num_key_value_heads": text["num_global_key_value_heads"],
+    }
+    full = [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
+    by_layer = text | {"per_layer_config": {str(i): own for i in full}}
+    assert layers_from_config(by_layer) == layers_from_config(text)
+    with pytest.raises(ValueError, match=f"{field}={2 * text[field]} is not understood"):
+        layers_from_config(by_layer | {field: 2 * text[field]})
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def derived(reader: ConfigReader, options: Options, kind: str) -> FullAttentionS
 def floored(reader: ConfigReader, options: Options, kind: str) -> FullAttentionSpec:
     """Returns the spec of a layer; hidden size over heads is rounded down to ``head_dim``."""
     width = reader.number("hidden_size") // reader.number("num_attention_heads")
-    if reader.value("head_dim") is not None or not width:
+    if reader.value("head_dim") is not None:
         width = reader.number("head_dim")
     return full_attention(reader, options, width=width)
 

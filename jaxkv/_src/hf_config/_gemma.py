@@ -24,8 +24,8 @@ def alternating(reader: ConfigReader, options: Options) -> Layers:
     reader.expect("use_bidirectional_attention", False)
     layers = dense(reader, options, rule=periodic(2), attention=given)
     reader.ignore("sliding_window")
-    if reader.value("sliding_window_size") is not None:  # older Gemma 2 files name it twice
-        reader.expect("sliding_window_size", reader.value("sliding_window"))
+    # Older Gemma 2 files name it twice.
+    reader.expect("sliding_window_size", reader.value("sliding_window"))
     return layers
 
 
