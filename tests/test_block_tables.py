@@ -462,6 +462,8 @@ def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag
     assert int(flags) & flag
     for table in batch.tables:
         assert flag == TOO_LONG or not np.asarray(table)[bad].any()
+    others = [row for row in (0, 1) if row not in np.atleast_1d(bad)]
+    assert np.asarray(batch.tables[0])[others].any(axis=1).all()  # which are read as ever
 
 
 def test_a_request_without_tokens_reads_no_block_and_is_no_error() -> None:

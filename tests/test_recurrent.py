@@ -237,13 +237,14 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("given", ["num_drafts", "at"])
-def test_drafts_of_states_that_move_are_refused(mode, given) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_states_that_move_are_refused(kind, mode, given) -> None:
     """The blocks of drafts are not where the next step looks, if a step begins another block."""
-    plan = plan_of("gated_delta", mode, 2)
+    plan = plan_of(kind, mode, 2)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
     options = {"x": inputs_of({}, {}, None), given: as_ids([0, 0])}
-    run = functools.partial(outputs_of_layer, **options)
+    run = functools.partial(outputs_of_layer, kind=kind, **options)
     with pytest.raises(ValueError, match=f"cache_mode='{mode}', whose states move"):
         jax.eval_shape(run, cache, shape.idle())
 
@@ -435,9 +436,30 @@ def test_states_have_the_heads_of_all_ranks_and_as_many_of_keys_unless_told() ->
         assert found == (2 * ranks, Heads(count or 2 * ranks, 4), Heads(2 * ranks, 5))
 
 
-def outputs_of_layer(cache: Any, upload: Any, x: Any, **options: Any) -> Any:
+def outputs_of_layer(
+    cache: Any, upload: Any, x: Any, kind: str = "gated_delta", **options: Any
+) -> Any:
     cache, batch = jaxkv.apply_step(cache, upload)
-    return run_layer("gated_delta", cache, "layer.0", batch, x, **options)[1]
+    return run_layer(kind, cache, "layer.0", batch, x, **options)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gated_delta", "num_key_heads"),
+        ("mamba2", "num_groups"),
+        ("linear_attention", "num_key_heads"),
+    ],
+)
+def test_heads_are_refused_by_the_name_of_their_argument(kind: str, name: str) -> None:
+    plan = plan_of(kind)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
+    run = functools.partial(outputs_of_layer, x=inputs_of({}, {}, None), kind=kind, key_heads=3)
+    with pytest.raises(
+        ValueError, match=f"^{name}=3 must be an int that divides the {HEADS} heads"
+    ):
+        jax.eval_shape(run, cache, shape.idle())
 
 
 class Asked(Exception):
