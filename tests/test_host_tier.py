@@ -65,6 +65,11 @@ def test_servings_that_found_a_fault(seed: int, calls: str) -> None:
     run_serving(seed, tier=True)
 
 
+def test_a_block_that_was_taken_is_not_loaded_after_a_copy_of_it_was_dropped() -> None:
+    """Found by a serving whose kind is drawn, and that has host memory by chance."""
+    run_serving(41024000082)
+
+
 def len_or_none(tokens: np.ndarray | None) -> str:
     return str(tokens if tokens is None else len(tokens))
 
@@ -567,6 +572,28 @@ def test_blocks_that_are_taken_together_with_those_of_their_copies_are_not_loade
     manager.finish("b")
     taken = manager.block_pool.allocate(manager.num_free_blocks)
     assert not manager._tier.await_loads(taken)
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_blocks_that_are_taken_before_their_copies_end_are_loaded_for_these(is_dropped) -> None:
+    served = parked(None)
+    manager = served.manager
+    assert manager._tier is not None
+    manager.resume("a")
+    manager.fork("a", ["b"])
+    manager.grow({"b": 1})
+    manager.finish("a")
+    for name in "cd":  # which take the blocks that the copies are of, and others
+        manager.start(name)
+        manager.grow({name: 16})
+    taken = [i for name in "cd" for ids in manager.block_ids(name) for i in ids]
+    assert manager._tier.await_loads(np.array(taken))
+    if is_dropped:
+        manager.finish("b")
+    moves = [served.step(work) for work in ({"c": 16}, {"d": 16}, {"c": 1}, {"d": 1})]
+    loads = [chunk for some in moves if some is not None for chunk in some.loads]
+    loaded = {i for chunk in loads for i in chunk.block_ids.tolist()}
+    assert loaded.isdisjoint(taken) == is_dropped
 
 
 def test_a_refused_call_leaves_what_is_parked() -> None:

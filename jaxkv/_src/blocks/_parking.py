@@ -80,6 +80,7 @@ class HostLoads:
     """Loads of blocks from host memory, for prefixes and for preempted requests.
 
     parked: preempted requests by name.
+    _taken: blocks that were taken although they may be loaded, because they were to be copied.
     """
 
     def __init__(
@@ -87,6 +88,19 @@ class HostLoads:
     ):
         self._state, self._tree, self._kept, self._tier = state, tree, kept, tier
         self.parked: dict[Hashable, ParkedRequest] = {}
+        self._taken = NO_IDS
+
+    def on_take(self, ids: np.ndarray) -> None:
+        """Gives up loads into blocks, unless the next upload copies these before they change."""
+        self._state.copies.forget(ids)
+        self._give_up(np.concatenate([self._taken, ids]))
+
+    def _give_up(self, ids: np.ndarray) -> None:
+        """Gives up loads into taken blocks; into those that are to be copied only later."""
+        is_copied = np.isin(ids, self._state.copies.sources)
+        self._taken = ids[is_copied]
+        if self._tier is not None:
+            self._tier.give_up(ids[~is_copied])
 
     def _split(self, columns: Sequence[SharedColumns]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the blocks of columns on the device, and those in host memory."""
@@ -128,6 +142,8 @@ class HostLoads:
 
     def before_step(self, rows: np.ndarray) -> None:
         """Lets the moves before a step of ``rows`` have all loads, if the step needs some."""
+        if self._taken.size:  # a copy of them may have been dropped
+            self._give_up(self._taken)
         if self._tier is not None and self._tier.has_loads:
             is_copied = self._tier.await_loads(self._state.copies.sources)
             if is_copied or not rows.size or self.are_read_by(rows.tolist()):

@@ -61,9 +61,10 @@ class Prefixes:
         self._state, self._tier, self._tree = state, tier, _tree(state, plan, tier)
         if tier is not None:
             tier.attach(self._tree, self._events)
-            state.pool.on_take = self._taken
         self.kept = KeptPrompts(state, self._tree, checkpoint_blocks, self._events, tier)
         self.loads = HostLoads(state, self._tree, self.kept, tier)
+        if tier is not None:
+            state.pool.on_take = self.loads.on_take
         self._has_encoder, self._longest = bool(state.growth.crossed.size), plan.max_model_len
         self._codes = TokenCodes()
         self._counts = Counter(
@@ -201,13 +202,6 @@ class Prefixes:
             wanted.add(min(found.num_seen, limit))
         ends = sorted(end for end in {*wanted, limit} if found.num_tokens < end <= limit)
         return tuple(ends), frozenset(wanted)
-
-    def _taken(self, ids: np.ndarray) -> None:
-        """Gives up loads into blocks, unless the next upload copies these before they change."""
-        if self._tier is not None:
-            self._state.copies.forget(ids)
-            sources = self._state.copies.sources
-            self._tier.give_up(ids[~np.isin(ids, sources)] if sources.size else ids)
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
