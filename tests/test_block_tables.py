@@ -467,7 +467,7 @@ def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag
 
 
 def test_a_request_without_tokens_reads_no_block_and_is_no_error() -> None:
-    """Whatever its other fields say: here 4 tokens, and more of an encoder than tables hold."""
+    """Its other fields may say anything: here 4 tokens, and more of an encoder than tables hold."""
     fields = {"query_start_loc": (1, 0), "encoder_lens": (0, ENCODER + 2)}
     data = changed(upload_of([0, 1], [4, 5], [3, 4]), **fields)
     batch, flags = gather(full_rows(), data, shape=SHAPE)
