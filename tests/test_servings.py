@@ -38,14 +38,16 @@ def test_prompts_share_the_longest_prefix_that_the_definition_allows(kind: str) 
 
 
 @pytest.mark.parametrize(
-    ("seed", "what"),
+    ("seed", "which", "what"),
     [
-        (130000200380, "the state that a step begins with is kept, where a rewind ends the prompt"),
-        (130003200279, "states are dropped, because blocks that they share count for each"),
+        (130000200380, "prefixes", "the state a step begins with is kept, where a rewind ends it"),
+        (130003200279, "prefixes", "states are dropped, as blocks that they share count for each"),
+        (63200010953, "", "a copy in host memory is not worth a load, and these blocks are parked"),
+        (63100020206, "tier copies", "a request is parked between a rewind and its next step"),
     ],
 )
-def test_servings_in_which_the_definition_was_wrong(seed: int, what: str) -> None:
-    run_serving(seed, prefixes=True)
+def test_servings_in_which_the_definition_was_wrong(seed: int, which: str, what: str) -> None:
+    run_serving(seed, **dict.fromkeys(which.split(), True))
 
 
 def test_blocks_that_wait_to_be_copied_are_shared_given_back_and_taken_again() -> None:

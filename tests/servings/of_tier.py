@@ -106,8 +106,10 @@ class TierServing(Tight, ManagerServing):
         hit = self.manager.resume(name)
         assert hit.num_host_tokens == (count if is_on_host else 0), "tokens from host memory"
         assert hit.num_cached_tokens == count < min(hit.chunk_ends, default=count + 1)
-        lost_ends = [end if end <= count else 0 for end in lost_ends]  # others were rewound
-        assert self.lost_ends(name) == lost_ends, "states in blocks of drafts are taken for others"
+        found = self.lost_ends(name)
+        for ends in (found, lost_ends):  # later ones were rewound: the next step computes them anew
+            ends[:] = [end if end <= count else 0 for end in ends]
+        assert found == lost_ends, "states in blocks of drafts are taken for others"
         self.requests[name], self.prefixes.prompts[name] = request, prompt
         self.oracle.resume(request)
 
