@@ -42,7 +42,7 @@ def check_type(kind: type, **values: Any) -> None:
 
 
 def as_dtype(name: str, value: DTypeLike, choices: Sequence[str]) -> jnp.dtype:
-    """Returns a dtype that is one of the choices."""
+    """Returns a dtype; raises TypeError unless it is one of the choices."""
     try:
         dtype = jnp.dtype(value)
     except TypeError:

@@ -69,7 +69,7 @@ def check_arguments(
     key_width = _as_count("key_width", key_width)
     value_width = _as_count("value_width", value_width)
     queries, pages = as_array("queries", queries), check_pages(pages)
-    _check_dtype("queries", queries.dtype, QUERY_DTYPES)
+    as_dtype("queries", queries.dtype, QUERY_DTYPES)
     _check_row_packing(row_packing, pages)
     _check_widths(queries, pages, key_width, value_width, row_packing)
     (num_tokens, heads, key_size), kv_heads = queries.shape, pages.kv_heads
@@ -184,17 +184,12 @@ def _check_interleaving(given: Interleaving) -> None:
         raise ValueError(f"interleaving.rank={given.rank} must be in 0..{given.ranks - 1}")
 
 
-def _check_dtype(name: str, dtype: DTypeLike, dtypes: tuple[str, ...]) -> None:
-    if jnp.dtype(dtype).name not in dtypes:
-        raise TypeError(f"{name} must be one of {', '.join(dtypes)}, got {jnp.dtype(dtype)}")
-
-
 def _check_row_packing(row_packing: RowPacking | None, pages: StridedPages) -> None:
     check_choice(get_args(RowPacking), row_packing=row_packing)
     if row_packing is not None and jnp.dtype(pages.dtype) != jnp.uint8:
         raise TypeError(f"pages must be uint8 with row_packing={row_packing!r}, got {pages.dtype}")
     if row_packing is None:
-        _check_dtype("pages", pages.dtype, PAGE_DTYPES)
+        as_dtype("pages", pages.dtype, PAGE_DTYPES)
 
 
 def _check_widths(

@@ -174,8 +174,7 @@ def _check_extents(name: str, pages: StatePages) -> None:
 
 def _check_floats(**arrays: Array) -> None:
     for name, array in arrays.items():
-        if array.dtype.name not in DTYPES:
-            raise TypeError(f"{name} must be one of {', '.join(DTYPES)}, got {array.dtype}")
+        as_dtype(name, array.dtype, DTYPES)
 
 
 def _as_int32(name: str, array: Any, shape: tuple[int | None, ...]) -> Array:
