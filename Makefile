@@ -12,7 +12,7 @@ JOBS ?= 2
 BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
 comma := ,
 
-.PHONY: help demo test bench mutants docs check format wheel-check lane-oldest lane-measured lane-newest lanes \
+.PHONY: help demo test bench docs check format wheel-check lane-oldest lane-measured lane-newest lanes \
 	ci clean
 
 help:
@@ -20,7 +20,6 @@ help:
 	@echo "make test    lint, types, all tests and notebooks; needs no GPU"
 	@echo "make bench   time host books, steps, kernels and planner; ARGS='zero copies' for some"
 	@echo "make docs    the site: a page for every public name, and the guides"
-	@echo "make mutants plant slips of a list, one at a time, and name those that no test finds"
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make lanes   all tests on the built wheel: oldest, measured and newest Python and jax"
@@ -39,9 +38,6 @@ bench: $(VENV)/.$(BENCH)
 docs: $(VENV)/.docs
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html .docs build/docs
 	@echo "build/docs/index.html"
-
-mutants: $(VENV)/.test
-	@$(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(VENV)/.test
 	@$(BIN)/ruff check .
