@@ -12,6 +12,7 @@ ids that are out of range, and treats all other blocks alike, including block 0.
   (`StatePages`, `Convolution`).
 - `default_implementation`: the implementation that ``None`` stands for.
 - `import_mosaic`: imports what an implementation needs, before jax traces.
+- `read_extents`: reads rows of an array that the same program writes in place.
 """
 
 from pallas_kernels._capability import Implementation as Implementation
@@ -24,6 +25,7 @@ from pallas_kernels._paged_attention import RowPacking as RowPacking
 from pallas_kernels._paged_attention import SharedPrefixes as SharedPrefixes
 from pallas_kernels._paged_attention import StridedPages as StridedPages
 from pallas_kernels._paged_attention import paged_attention as paged_attention
+from pallas_kernels._reads import read_extents as read_extents
 from pallas_kernels._recurrence import Convolution as Convolution
 from pallas_kernels._recurrence import StatePages as StatePages
 from pallas_kernels._recurrence import causal_conv1d as causal_conv1d
@@ -47,6 +49,7 @@ __all__ = [
     "gated_delta_rule",
     "import_mosaic",
     "paged_attention",
+    "read_extents",
     "selective_scan",
     "write_rows",
     "zero_blocks",

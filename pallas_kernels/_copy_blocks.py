@@ -10,6 +10,7 @@ from pallas_kernels._arguments import IdLists, PagedBuffer, flatten_arguments, p
 from pallas_kernels._bitcast import as_integers, as_words, from_words
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
+from pallas_kernels._reads import read_extents
 
 
 def copy_blocks(
@@ -125,7 +126,7 @@ def _copy_buffer(buffer: PagedBuffer, sources: Array, destinations: Array) -> Ar
     beyond = num_pages + jnp.arange(targets.size, dtype=jnp.int32)
     targets = jnp.where(targets < num_pages, targets, beyond)
     pages = as_integers(buffer.pages)
-    copies = pages.at[page_indices(buffer, sources)].get(mode="clip", wrap_negative_indices=False)
+    copies = read_extents(pages, page_indices(buffer, sources))
     pages = pages.at[targets].set(
         copies, mode="drop", unique_indices=True, wrap_negative_indices=False
     )

@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels._arguments import as_array
+from pallas_kernels._reads import read_extents
 
 
 class StridedPages(NamedTuple):
@@ -113,7 +114,7 @@ class StridedPages(NamedTuple):
         unit = self.data.dtype.itemsize
         end = self.start + self.elements * self.itemsize
         columns = slice(self.start // unit, end // unit)
-        data = self.data.at[extents, columns].get(mode="clip", wrap_negative_indices=False)
+        data = read_extents(self.data, extents, columns)
         inner = (self.tokens, self.kv_heads, self.width)
         if self.heads_first:
             inner = (self.kv_heads, self.tokens, self.width)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels._reads import read_extents
+
 
 class StatePages(NamedTuple):
     """One array of each state, in pages among other bytes: padding, other arrays, other layers.
@@ -56,13 +58,11 @@ class StatePages(NamedTuple):
 
     def read(self, ids: Array) -> Array:
         """Reads the arrays of pages int32[...]: [..., *shape], zeros for ids out of range."""
-        known = self.knows(ids)
-        extents = self.first + jnp.where(known, ids, 0) * self.page_step
+        extents = jnp.where(self.knows(ids), self.first + ids * self.page_step, -1)
         unit = self.data.dtype.itemsize
         columns = slice(self.start // unit, (self.start + self.num_bytes) // unit)
-        data = self.data.at[extents, columns].get(mode="clip", wrap_negative_indices=False)
-        array = self._as_elements(data, (*ids.shape, *self.shape))
-        return jnp.where(jnp.expand_dims(known, range(ids.ndim, array.ndim)), array, 0)
+        data = read_extents(self.data, extents, columns)
+        return self._as_elements(data, (*ids.shape, *self.shape))
 
     def write(self, ids: Array, arrays: Array) -> Array:
         """Returns ``data`` with [N, *shape] written to pages int32[N]; bad ids write nothing."""

@@ -95,8 +95,7 @@ def read_elements(
     buffer, index = layer.buffer.reshape(-1, extents.extent_bytes), _find_all(layer, block_ids)
 
     def gather(buffer: Array, index: Array, unit: int) -> Array:
-        cells = buffer.at[index, start // unit : stop // unit]
-        return cells.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return pallas_kernels.read_extents(buffer, index, slice(start // unit, stop // unit))
 
     def by_bytes(buffer: Array, index: Array) -> Array:
         return as_dtype(gather(buffer, index, 1), dtype)
@@ -109,8 +108,6 @@ def read_elements(
         data = by_bytes(buffer, index)
     else:  # GPUs gather elements faster than bytes; a CPU would copy the pool for that
         data = lax.platform_dependent(buffer, index, cuda=by_elements, default=by_bytes)
-    # Otherwise XLA may gather once more after the next write, and copies the pool for that.
-    data = lax.optimization_barrier(data)
     if not extents.rows_are_whole:
         cell = extents.cell_bytes // itemsize
         pieces = (*block_ids.shape, extents.tiles, extents.heads, extents.rows, cell)
