@@ -172,7 +172,9 @@ class PhysicalOrder:
         per = {a: math.prod(counts[b] for b in axes[axes.index(a) + 1 :]) for a in axes}
         rows, cell = rows_per_block(spec) // tiles, packed_bytes(content, dtype)
         tokens_first = self.order.endswith("NHC")
-        if "H" in per:
+        # One head lies in one extent, whatever the order.
+        head_step = per.get("H", 0) if heads > 1 else 0
+        if head_step:
             head_bytes = 0
         else:
             head_bytes = cell if tokens_first else rows * cell
@@ -184,7 +186,7 @@ class PhysicalOrder:
             extent_bytes=page_bytes // tiles // self._heads_apart(spec),
             first=place.layer * per["L"],
             tile_step=per["B"],
-            head_step=per.get("H", 0),
+            head_step=head_step,
             start_bytes=place.page_offset_bytes // tiles,
             row_bytes=heads * cell if tokens_first else cell,
             head_bytes=head_bytes,
