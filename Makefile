@@ -19,7 +19,7 @@ help:
 	@echo "make demo    serve a small hybrid model, compare it with the model without a cache"
 	@echo "make test    lint, types, all tests and notebooks; needs no GPU"
 	@echo "make bench   time host books, steps, kernels and planner; ARGS='zero copies' for some"
-	@echo "make docs    the site: a page for every public name, and the guides"
+	@echo "make docs    the site: a page for every public module, and the guides"
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make lanes   all tests on the built wheel: oldest, measured and newest Python and jax"
@@ -36,7 +36,7 @@ bench: $(VENV)/.$(BENCH)
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 docs: $(VENV)/.docs
-	@$(BIN)/python -m sphinx -q -W --keep-going -b html .docs build/docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -E -b html .docs build/docs
 	@echo "build/docs/index.html"
 
 check: $(VENV)/.test

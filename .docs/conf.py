@@ -1,10 +1,7 @@
-"""Builds the site: a page for each public module, and the guides. ``make docs`` runs it."""
+"""Configures the site: a page for each public module, and the guides. ``make docs`` builds it."""
 
-import importlib
-import inspect
-import json
+import os
 import pathlib
-import pkgutil
 import re
 import shutil
 import sys
@@ -15,96 +12,67 @@ sys.path.insert(0, str(ROOT))
 
 import jaxkv  # noqa: E402
 
+# Pages from elsewhere lie here as they do in the repository, so that links between them hold.
+for pattern in ("C*.md", "notebooks/*.*", "tests/benchmarks/README.md"):
+    for path in ROOT.glob(pattern):
+        copy = HERE / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+jaxkv.__all__ = list(jaxkv._MODULE_OF)  # without it, autodoc documents no imported name
+
 project, author, release = "jaxkv", "the jaxkv authors", jaxkv.__version__
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_copybutton"]
-exclude_patterns = ["guides/readme.txt"]
+extensions = [
+    *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"),
+    *("myst_nb", "sphinx_copybutton"),
+]
 html_theme, html_title = "furo", "jaxkv"
+templates_path = ["templates"]
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature has them
+autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
+autodoc_default_options = {"members": True}
+autoclass_content = "both"  # constructors document their arguments
+autosummary_ignore_module_all = False
 napoleon_use_rtype = False
 nb_execution_mode = "off"  # the guides are executed where they are tested
-suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]
+myst_heading_anchors = 3
+suppress_warnings = ["mystnb.unknown_mime_type"]
 
 FIELD = re.compile(r"^([a-z]\w*(?:, \w+)*): (.*)$")
 STAR = re.compile(r"(?<=, )\*(?=\w)")  # [B, *shape]
+LINK = re.compile(r"!?\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(?:#[^)]*)?\)")
 
 
-def as_fields(app, what, name, obj, options, lines: list[str]) -> None:
-    """Makes fields of the lines ``name: text`` with which classes describe their attributes."""
+def adapt_docstring(app, what, name, obj, options, lines: list[str]) -> None:
+    """Makes a list of the lines ``name: text`` with which classes describe their attributes."""
     if what == "data" and getattr(obj, "__doc__", None) == type(obj).__doc__:
         lines.clear()  # that of dict, say
+    lines[:] = [line for line in lines if not line.startswith("Create new instance of ")]
     for i, line in enumerate(lines):
         lines[i] = line = STAR.sub(r"\\*", line) if "::" not in line and "=" not in line else line
         if what == "class" and (found := FIELD.match(line)):
-            lines[i] = f":{found[1]}: {found[2]}"
+            lines[i] = f"- **{found[1]}**: {found[2]}"
 
 
-def members(module: object) -> list[str]:
-    """Returns the public names of a module, functions and classes first."""
-    names = getattr(module, "__all__", None)
-    if names is None:
-        names = [n for n in dir(module) if n[0] != "_" and not inspect.ismodule(getattr(module, n))]
-    return sorted(names, key=lambda name: not callable(getattr(module, name)))
+def skip_member(app, what, name, obj, skip, options) -> bool | None:
+    """Skips the fields of named tuples, which the docstring of the class describes."""
+    return True if (obj.__doc__ or "").startswith("Alias for field number") else None
 
 
-def entry(module: str, name: str) -> str:
-    """Returns the directive that documents one name."""
-    value = getattr(importlib.import_module(module), name)
-    if inspect.isclass(value):
-        return f".. autoclass:: {module}.{name}\n   :members:\n"
-    if inspect.isroutine(value) or hasattr(value, "__wrapped__"):
-        return f".. autofunction:: {module}.{name}\n"
-    return f".. autodata:: {module}.{name}\n"
+def adapt_links(app, page: str, source: list[str]) -> None:
+    """Puts the README on the first page, and leaves only the text of links to other files."""
+    folder = (HERE / page).parent
 
+    def on_site(link: re.Match[str]) -> str:
+        return link[0] if os.path.exists(os.path.normpath(folder / link[2])) else link[1]
 
-def page(module: str) -> str:
-    """Returns the page of a public module."""
-    found = importlib.import_module(module)
-    head = f"{module}\n{'=' * len(module)}\n\n.. automodule:: {module}\n   :no-members:\n\n"
-    body = f".. currentmodule:: {module}\n\n"
-    return head + body + "\n".join(entry(module, name) for name in members(found))
-
-
-LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)?)(?!\w+:)([^)#]+)\)")
-
-
-def on_site(link: re.Match[str]) -> str:
-    """Returns a link to a file of the repository as it is on the site: a guide, or text alone."""
-    is_picture, text, _, path = link.groups()
-    guide = re.fullmatch(r"(?:notebooks/)?(\d\w+\.ipynb)", path)
-    if is_picture and (ROOT / path).is_file():
-        shutil.copy(ROOT / path, HERE / "guides")
-        return f"![{text}](guides/{pathlib.Path(path).name})"
-    return f"[{text}](/guides/{guide[1]})" if guide else text
-
-
-def take_guide(notebook: pathlib.Path) -> None:
-    """Copies a notebook, with its links as they are on the site."""
-    content = json.loads(notebook.read_text())
-    for cell in content["cells"]:
-        if cell["cell_type"] == "markdown":
-            cell["source"] = LINK.sub(on_site, "".join(cell["source"]))
-    (HERE / "guides" / notebook.name).write_text(json.dumps(content))
-
-
-def write_pages(app) -> None:
-    """Writes a page for each public module, and takes the guides and the README along."""
-    api, guides = HERE / "api", HERE / "guides"
-    for folder in (api, guides):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    names = [name for _, name, _ in pkgutil.iter_modules(jaxkv.__path__) if name[0] != "_"]
-    modules = ["jaxkv", *(f"jaxkv.{name}" for name in names if name != "interop")]
-    for module in [*modules, "jaxkv.interop.vllm", "pallas_kernels"]:
-        (api / f"{module}.rst").write_text(page(module))
-    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        take_guide(notebook)
-    (guides / "readme.txt").write_text(LINK.sub(on_site, (ROOT / "README.md").read_text()))
+    text = (ROOT / "README.md").read_text() if page == "index" else ""
+    source[0] = LINK.sub(on_site, text + source[0])
 
 
 def setup(app) -> None:
     """Registers what this file adds to Sphinx."""
-    app.connect("builder-inited", write_pages)
-    app.connect("autodoc-process-docstring", as_fields, priority=400)
+    app.connect("source-read", adapt_links)
+    app.connect("autodoc-process-docstring", adapt_docstring, priority=400)
+    app.connect("autodoc-skip-member", skip_member)

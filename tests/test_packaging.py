@@ -4,6 +4,7 @@
 """
 
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -92,3 +93,10 @@ def test_the_page_that_an_index_would_show(metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload() == (ROOT / "README.md").read_text()
+
+
+def test_the_site_has_a_page_for_each_public_module() -> None:
+    listed = set(re.findall(r"^   (\w[\w.]+)$", (ROOT / ".docs/reference.rst").read_text(), re.M))
+    paths = [*(ROOT / "jaxkv").glob("[a-z]*.py"), *(ROOT / "jaxkv/interop").glob("[a-z]*.py")]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    assert listed == {*PACKAGES, *modules}
