@@ -1,5 +1,6 @@
 """The decoders of the served benchmark: in f32, logits over a cache equal those without one."""
 
+import pathlib
 import types
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from tests.benchmarks import timing
 from tests.benchmarks.served import alone, comparison, profiling, workloads
 from tests.benchmarks.served.decoders import Decoder
 from tests.benchmarks.served.workloads import Decode, Trace
@@ -172,6 +174,71 @@ def test_requests_of_a_trace_have_the_same_tokens_alone() -> None:
     sizes = {"max_requests": 3, "max_tokens": 16, "memory_bytes": 2**18, "max_model_len": 64}
     found = alone.run(CONFIGS["dense"], Trace(9, (8, 40), (2, 20)), **sizes)
     assert found["requests"] == 9 and found["equal"] == found["tokens"] > 50
+
+
+class Queue:
+    """An engine that answers one request in each step, and has no way to change their order."""
+
+    vocab = 96
+
+    def __init__(self):
+        self.added: list[tuple[np.ndarray, int, int]] = []
+        self.waiting: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+    def add(self, prompt: np.ndarray, tokens: int, samples: int = 1) -> int:
+        self.waiting.append(len(self.added))
+        self.added.append((prompt, tokens, samples))
+        return self.waiting[-1]
+
+    def step(self) -> dict[int, int]:
+        name = self.waiting.pop()
+        return {name: self.added[name][1] * self.added[name][2]}
+
+
+@pytest.mark.parametrize("trace", [workloads.AT_ONCE, workloads.GROUPS], ids=workloads.name_of)
+def test_requests_are_queued_in_the_order_given(trace: Trace) -> None:
+    queue, requests = Queue(), workloads.requests(trace, Queue.vocab)
+    figures = workloads.run(queue, trace)
+    for added, request in zip(queue.added, requests, strict=True):
+        np.testing.assert_array_equal(added[0], request.prompt)
+        assert added[1:] == (request.answer_tokens, trace.samples)
+    assert figures.tokens == sum(request.answer_tokens for request in requests) * trace.samples
+    others = workloads.requests(trace._replace(by_generate=True), Queue.vocab)
+    for one, other in zip(requests, others, strict=True):  # as long, and no prefix of it is cached
+        assert one[1:] == other[1:] and len(one.prompt) == len(other.prompt)
+        assert one.prompt.tolist() != other.prompt.tolist()
+
+
+def test_only_what_both_engines_serve_in_one_order_is_compared(monkeypatch, capsys) -> None:
+    def in_process(module: str, config, chosen, *arguments: str, **variables: str):
+        asked.append((module, *arguments))
+        return {workloads.name_of(w): {"seconds": 1.0, "tokens": 1} for w in chosen}
+
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(comparison, "_in_process", in_process)
+    monkeypatch.setattr(timing, "vllm_engine", pathlib.Path("vllm"))
+    report = timing.Report()
+    capsys.readouterr()
+    for case in comparison.CASES[:2]:
+        comparison._run_case(report, case)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(workloads.FULL) + 2 * len(workloads.ROLLOUTS)
+    assert all(("vLLM" in line) != ("by generate" in line) for line in lines)
+    assert sum("rollouts, shared_prefixes=32" in line for line in lines) == len(workloads.ROLLOUTS)
+    ours, theirs = (
+        [more for module, *more in asked if module == name]
+        for name in ("jaxkv_engine", "vllm_engine")
+    )
+    assert [groups for _, groups in ours] == ["0", "0", "0", "32"]  # the first starts twice
+    cached = [
+        f'"enable_prefix_caching": {found}' in more[1]
+        for more, found in zip(theirs, ("false", "true"), strict=True)
+    ]
+    assert cached == [True, True]
 
 
 def test_a_profile_counts_each_kernel_in_one_kind_and_what_lies_between_them() -> None:

@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--vllm", type=pathlib.Path, help="folder of vLLM's Python files")
     engine = "folder of the whole of vLLM, for the part served"
     parser.add_argument("--vllm-engine", type=pathlib.Path, help=engine)
+    names = [case.name for case in comparison.CASES]
+    parser.add_argument("--case", choices=names, help="of the part served; the first two, or --all")
     parser.add_argument("--json", type=pathlib.Path, help="file to keep the run in")
     parser.add_argument(
         "--size",
@@ -69,7 +71,7 @@ def main() -> None:
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts {sorted(unknown)}; choose from {', '.join(PARTS)}")
     timing.size, timing.every_case = options.size, options.all
-    timing.vllm_engine = options.vllm_engine
+    timing.vllm_engine, timing.served_case = options.vllm_engine, options.case
     report = Report()
     peer = load_peer(options.vllm, report)
     gc.freeze()  # as servers do, so that no old object is looked at while we time

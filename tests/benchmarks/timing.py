@@ -28,6 +28,7 @@ Size = Literal["smallest", "small", "full"]
 clock = "host"
 every_case = False  # also those that the default run leaves out, because they take minutes
 size: Size = "full" if ON_GPU else "small"
+served_case: str | None = None  # the only one that the part `served` runs
 vllm_engine: pathlib.Path | None = None  # folder of vLLM and of what it needs beside torch
 
 

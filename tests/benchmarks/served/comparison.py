@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jaxkv
 from tests.benchmarks import timing
 from tests.benchmarks.served import alone, jaxkv_engine, workloads
-from tests.benchmarks.served.workloads import MEMORY_SHARE, Decode, Workload
+from tests.benchmarks.served.workloads import MEMORY_SHARE, Decode, Trace, Workload
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -48,22 +48,31 @@ class Case(NamedTuple):
     """A model, the workloads that it serves, and the dtype of its keys and values.
 
     has_peer: whether vLLM's engine serves it, too.
+    shared_prefixes: of an engine of ours; each of several runs in a process of its own.
     """
 
     model: str
     kv_dtype: str | None = None
     chosen: tuple[Workload, ...] = workloads.FULL
     has_peer: bool = True
+    shared_prefixes: tuple[int, ...] = (0,)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether several samples of a prompt are asked for."""
+        return any(isinstance(w, Trace) and w.samples > 1 for w in self.chosen)
 
     @property
     def name(self) -> str:
-        return self.model + (f", {self.kv_dtype}" if self.kv_dtype else "")
+        text = self.model + (f", {self.kv_dtype}" if self.kv_dtype else "")
+        return text + (", rollouts" if self.has_groups else "")
 
 
 # Keys and values of 256 requests of Gemma-3-12B do not fit next to its weights.
 OF_128 = tuple(Decode(128, 1024) if w == Decode(256, 1024) else w for w in workloads.FULL)
 CASES = (
     Case("llama-3.1-8b"),
+    Case("llama-3.1-8b", chosen=workloads.ROLLOUTS, shared_prefixes=(0, 32)),
     Case("llama-3.1-8b", "fp8", (Decode(256, 1024),)),
     Case("qwen3-0.6b", None, (Decode(1, 2048), Decode(64, 2048))),
     Case("qwen3.5-4b"),
@@ -85,11 +94,11 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("Served models: seconds of a decode step, a prefill or a trace, and tokens/s")
     if timing.vllm_engine is None:
         report.note("vLLM's engine is not timed: give --vllm-engine the folder that holds it")
-    for case in by_size(full=CASES, small=(), smallest=()):
-        if not timing.every_case and case is not CASES[0]:
-            continue
+    chosen = [case for case in CASES if case.name == timing.served_case]
+    chosen = chosen or CASES[: None if timing.every_case else 2]
+    for case in by_size(full=chosen, small=(), smallest=()):
         _run_case(report, case)
-    if timing.size == "full" and timing.every_case:
+    if timing.size == "full" and timing.every_case and timing.served_case is None:
         config = text_config(CASES[0].model)
         _compare(report, CASES[0].name, _in_process("alone", config, [alone.TRACE]), {})
     if timing.size != "full":
@@ -97,23 +106,33 @@ def run(report: Report, peer: VllmPeer | None) -> None:
 
 
 def _run_case(report: Report, case: Case) -> None:
-    """Serves a model with both engines; ours starts a second time, with jax's compilation cache."""
-    config, folder, chosen = text_config(case.model), timing.vllm_engine, case.chosen
-    kind = case.kv_dtype or ""
+    """Serves a model with both engines."""
+    config, folder = text_config(case.model), timing.vllm_engine
+    found = {groups: _serve(config, case, groups) for groups in case.shared_prefixes}
+    theirs = {}
+    if folder and case.has_peer:
+        options = OPTIONS | {"enable_prefix_caching": case.has_groups}
+        options |= {"kv_cache_dtype": case.kv_dtype} if case.kv_dtype else {}
+        if dtype := config.get("mamba_ssm_dtype"):
+            options |= {"mamba_ssm_cache_dtype": dtype, "gdn_prefill_backend": "triton"}
+        same = [w for w in case.chosen if not (isinstance(w, Trace) and w.by_generate)]
+        theirs = _in_process("vllm_engine", config, same, str(folder), json.dumps(options))
+    for groups, ours in found.items():
+        text = f", shared_prefixes={groups}" if groups else ""
+        _compare(report, case.name + text, ours, theirs)
+
+
+def _serve(config: dict[str, Any], case: Case, groups: int) -> dict[str, Any]:
+    """Returns our figures; the first case starts twice, again with jax's compilation cache."""
+    options = case.kv_dtype or "", str(groups)
     with tempfile.TemporaryDirectory() as cache:
         kept = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": str(MEMORY_SHARE)}
         kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        ours = _in_process("jaxkv_engine", config, chosen, kind, **kept)
-        again = _in_process("jaxkv_engine", config, (), kind, **kept) if case is CASES[0] else {}
-    if "start" in again:
-        ours["start, compiled before"] = again["start"]
-    theirs = {}
-    if folder and case.has_peer:
-        options = OPTIONS | ({"kv_cache_dtype": case.kv_dtype} if case.kv_dtype else {})
-        if dtype := config.get("mamba_ssm_dtype"):
-            options |= {"mamba_ssm_cache_dtype": dtype, "gdn_prefill_backend": "triton"}
-        theirs = _in_process("vllm_engine", config, chosen, str(folder), json.dumps(options))
-    _compare(report, case.name, ours, theirs)
+        ours = _in_process("jaxkv_engine", config, case.chosen, *options, **kept)
+        if case is CASES[0]:
+            again = _in_process("jaxkv_engine", config, (), *options, **kept)
+            ours |= {"start, compiled before": again["start"]} if "start" in again else {}
+    return ours
 
 
 def text_config(model: str) -> dict[str, Any]:
@@ -130,7 +149,6 @@ def text_config(model: str) -> dict[str, Any]:
 
 def _serve_tiny() -> dict[str, Any]:
     """Serves a tiny model in this process, so that the benchmark itself is tested anywhere."""
-    # As `tests.benchmarks.tier` serves it, so that tests compile its steps once.
     sizes = {"max_requests": 4, "max_tokens": 8, "memory_bytes": 7168, "max_model_len": 50}
     server = jaxkv_engine.Server(TINY, **sizes)
     return {
@@ -166,9 +184,9 @@ def _in_process(
 def _compare(report: Report, model: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for name, figures in ours.items():
         if "seconds" not in figures:
-            report.note(f"{model:<17} {name}: {figures}")
+            report.note(f"{model:<40} {name}: {figures}")
             continue
-        text = f"{model:<17} {name:<28} {1e3 * figures['seconds']:10.2f} ms"
+        text = f"{model:<40} {name:<46} {1e3 * figures['seconds']:10.2f} ms"
         extra = {"seconds": figures["seconds"]}
         if tokens := figures.get("tokens"):
             text += f" {tokens / figures['seconds']:10,.0f} tokens/s"

@@ -1,10 +1,12 @@
 """`jaxkv.Engine` over the workloads, in a process of its own.
 
-    python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json WORKLOADS [KV_DTYPE]
+    python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json WORKLOADS DTYPE GROUPS
 
-The weights are random. The results are a mapping from names of workloads to figures.
+DTYPE is that of keys and values, or "", and GROUPS ``shared_prefixes``. The weights are
+random. The results are a mapping from names of workloads to figures.
 """
 
+import collections
 import json
 import pathlib
 import sys
@@ -18,7 +20,7 @@ import numpy as np
 import jaxkv
 from tests.benchmarks.served import profiling, workloads
 from tests.benchmarks.served.decoders import Decoder
-from tests.benchmarks.served.workloads import Decode, Prefill, Request
+from tests.benchmarks.served.workloads import Decode, Prefill, Request, Trace
 
 ROOM = 4 * 2**30  # beside weights and pool
 MAX_LEN = 16_640
@@ -40,6 +42,7 @@ class Server:
         memory_bytes: int | None = None,
         max_model_len: int = MAX_LEN,
         host_memory: jaxkv.HostMemory | None = None,
+        shared_prefixes: int = 0,
     ):
         self.decoder = Decoder.from_config(config, kv_dtype=kv_dtype)
         self.vocab = self.decoder.vocab
@@ -57,44 +60,54 @@ class Server:
             max_requests=max_requests,
             max_tokens=max_tokens,
             host_memory=host_memory,
+            shared_prefixes=shared_prefixes,
         )
         self._count = 0
 
-    def add(self, prompt: np.ndarray, tokens: int) -> int:
-        """Queues a request that is answered greedily, with so many tokens."""
+    def add(self, prompt: np.ndarray, tokens: int, samples: int = 1) -> int:
+        """Queues a request for samples of so many tokens each; a single one is greedy."""
         self._count += 1
-        self.engine.add(self._count, prompt, jaxkv.Sampling(max_tokens=tokens, temperature=0.0))
+        self.engine.add(self._count, prompt, sampling(tokens, samples))
         return self._count
 
     def step(self) -> dict[int, int]:
         """Runs a step. Returns the number of new tokens of each request."""
-        return {output.request: len(output.tokens) for output in self.engine.step()}
+        made: collections.Counter[int] = collections.Counter()
+        for output in self.engine.step():
+            made[output.request] += len(output.tokens)
+        return made
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Answers requests that come at once, greedily. Returns the tokens of each."""
-        each = [jaxkv.Sampling(max_tokens=r.answer_tokens, temperature=0.0) for r in requests]
+        """Answers requests that come at once. Returns the tokens of each sample."""
+        each = [sampling(request.answer_tokens, request.samples) for request in requests]
         outputs = self.engine.generate([request.prompt for request in requests], each)
-        answers = {output.request: list(map(int, output.tokens)) for output in outputs}
-        return [answers[number] for number in range(len(requests))]
+        return [output.tokens for output in sorted(outputs, key=lambda o: (o.request, o.sample))]
 
     @property
     def has_work(self) -> bool:
         return self.engine.has_work
 
 
-def main(config: str, results: str, chosen: str, kv_dtype: str = "") -> None:
+def sampling(tokens: int, samples: int) -> jaxkv.Sampling:
+    """Returns the sampling of a request: greedy, or several samples at temperature 1."""
+    return jaxkv.Sampling(max_tokens=tokens, n=samples, temperature=float(samples > 1))
+
+
+def main(config: str, results: str, chosen: str, kv_dtype: str, groups: str) -> None:
     """Serves the workloads, and writes the figures after each."""
     started = time.perf_counter()
+    to_run = workloads.load(chosen)
     server = Server(
         json.loads(pathlib.Path(config).read_text()),
         max_requests=256,
         max_tokens=8192,
         kv_dtype=kv_dtype or None,
+        shared_prefixes=int(groups),
     )
-    server.engine.warm_up()
+    most = max([w.samples for w in to_run if isinstance(w, Trace)], default=1)
+    server.engine.warm_up(sampling(1, most))
     workloads.run(server, Prefill(1, 64, repeats=1))
     found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
-    to_run = workloads.load(chosen)
     for workload in [None, *to_run]:
         if workload is not None:
             found[workloads.name_of(workload)] = workloads.run(server, workload)._asdict()

@@ -7,17 +7,17 @@ configuration is that of the model; its weights are random. The results are a ma
 workloads to figures.
 """
 
+import collections
 import json
 import os
 import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from tests.benchmarks.served import workloads
-from tests.benchmarks.served.workloads import MEMORY_SHARE, Prefill, Request
+from tests.benchmarks.served.workloads import MEMORY_SHARE, Prefill
 
 # The engine core in this process, nothing fetched, and no kernels that a small install lacks.
 SETTINGS = {
@@ -52,7 +52,6 @@ class Engine:
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype="bfloat16",
-            enable_prefix_caching=False,
             disable_log_stats=True,
             max_num_seqs=256,
             gpu_memory_utilization=MEMORY_SHARE,
@@ -60,14 +59,16 @@ class Engine:
         ).llm_engine
         self._count = 0
 
-    def add(self, prompt: Any, tokens: int) -> str:
+    def add(self, prompt: Any, tokens: int, samples: int = 1) -> str:
+        """Queues a request for samples of so many tokens each; a single one is greedy."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         self._count += 1
         name = str(self._count)
         sampling = SamplingParams(
-            temperature=0.0,
+            n=samples,
+            temperature=float(samples > 1),
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
@@ -78,23 +79,10 @@ class Engine:
 
     def step(self) -> dict[str, int]:
         """Runs a step. Returns the number of new tokens of each request."""
-        return {name: len(tokens) for name, tokens in self._step().items()}
-
-    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Answers requests that come at once, greedily. Returns the tokens of each.
-
-        In the order given, as ``LLM.generate`` does.
-        """
-        answers: dict[str, list[int]] = {
-            self.add(request.prompt, request.answer_tokens): [] for request in requests
-        }
-        while self.has_work:
-            for name, tokens in self._step().items():
-                answers[name] += tokens
-        return list(answers.values())
-
-    def _step(self) -> dict[str, Sequence[int]]:
-        return {output.request_id: output.outputs[0].token_ids for output in self.engine.step()}
+        made: collections.Counter[str] = collections.Counter()
+        for output in self.engine.step():  # each sample may have an output of its own
+            made[output.request_id] += sum(len(sample.token_ids) for sample in output.outputs)
+        return made
 
     @property
     def has_work(self) -> bool:

@@ -28,15 +28,20 @@ class Prefill(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Requests with prompts and answers of random lengths.
+    """Requests with prompts and answers of random lengths, queued in the order given.
 
     rate: requests that arrive in a second, at random times; None: all at once.
+    samples: of each prompt; several are sampled at temperature 1, as for RL, one greedily.
+    by_generate: whether jaxkv's `generate` serves them, which starts the longest answers first.
+      Not like for like: vLLM's engine keeps the order given, and RL does not know the lengths.
     """
 
     requests: int
     prompt_tokens: tuple[int, int]
     answer_tokens: tuple[int, int]
     rate: float | None = None
+    samples: int = 1
+    by_generate: bool = False
 
 
 class Request(NamedTuple):
@@ -45,19 +50,22 @@ class Request(NamedTuple):
     prompt: np.ndarray
     answer_tokens: int
     arrival: float
+    samples: int
 
 
 Workload = Decode | Prefill | Trace
+AT_ONCE = Trace(512, (256, 768), (128, 384))
 FULL: tuple[Workload, ...] = (
     *(Decode(1, 8192), Decode(16, 2048), Decode(64, 2048), Decode(256, 1024)),
     *(Prefill(4, 2048), Prefill(1, 16384)),
-    Trace(512, (256, 768), (128, 384)),
-    Trace(512, (256, 768), (128, 384), rate=24.0),
+    *(AT_ONCE, AT_ONCE._replace(by_generate=True), AT_ONCE._replace(rate=24.0)),
 )
+GROUPS = Trace(64, (512, 1536), (256, 1024), samples=8)
+ROLLOUTS: tuple[Workload, ...] = (GROUPS, GROUPS._replace(by_generate=True))
 SMALLEST: tuple[Workload, ...] = (
-    Decode(2, 4, steps=4),
-    Prefill(2, 16, repeats=1),
-    Trace(4, (8, 24), (2, 6), rate=200.0),
+    Trace(1, (8, 24), (2, 6), samples=2),  # first, so that steps are compiled for sampling only
+    *(Decode(2, 4, steps=4), Prefill(2, 16, repeats=1)),
+    *(Trace(4, (8, 24), (2, 6), rate=200.0), Trace(4, (8, 24), (2, 6), by_generate=True)),
 )
 
 
@@ -78,7 +86,11 @@ def load(text: str) -> list[Workload]:
 def name_of(workload: Workload) -> str:
     """Returns a workload's name in tables, such as ``decode 64 x 2048``."""
     if isinstance(workload, Trace):
-        return f"trace of {workload.requests}" + (" with arrivals" if workload.rate else "")
+        many = workload.samples > 1
+        text = f"rollouts {workload.requests} x {workload.samples}" if many else ""
+        text = text or f"trace of {workload.requests}"
+        text += " with arrivals" if workload.rate else ""
+        return text + (" by generate, longest first" if workload.by_generate else "")
     return f"{type(workload).__name__.lower()} {workload.requests} x {workload.length}"
 
 
@@ -91,14 +103,18 @@ def prompts(workload: Decode | Prefill, vocab: int, seed: int = 0) -> list[np.nd
 
 
 def requests(trace: Trace, vocab: int) -> list[Request]:
-    """Returns the requests of a trace, by arrival."""
+    """Returns the requests of a trace, by arrival.
+
+    Traces of other kinds have other prompts, so that no prefix is cached by an earlier one.
+    """
     rng = np.random.default_rng(int(trace.rate or 0))
     sizes = rng.integers(*trace.prompt_tokens, trace.requests)
     answers = rng.integers(*trace.answer_tokens, trace.requests)
     gaps = rng.exponential(1 / trace.rate, trace.requests) if trace.rate else np.zeros(len(sizes))
     arrivals = np.cumsum(gaps) - gaps[0]
+    ids = np.random.default_rng([int(trace.rate or 0), trace.samples, trace.by_generate])
     return [
-        Request(rng.integers(0, vocab, size, dtype=np.int32), int(count), float(at))
+        Request(ids.integers(0, vocab, size, dtype=np.int32), int(count), float(at), trace.samples)
         for size, count, at in zip(sizes, answers, arrivals, strict=True)
     ]
 
@@ -129,23 +145,27 @@ class Server(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, prompt: np.ndarray, tokens: int) -> Hashable:
-        """Queues a request that is answered greedily, with so many tokens. Returns its name."""
+    def add(self, prompt: np.ndarray, tokens: int, samples: int = 1) -> Hashable:
+        """Queues a request for samples of so many tokens each. Returns its name.
+
+        One sample is greedy, several are sampled at temperature 1.
+        """
 
     def step(self) -> dict[Any, int]:
         """Runs a step. Returns the number of new tokens of each request."""
 
-    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Answers requests that come at once, greedily. Returns the tokens of each."""
 
+def run(server: Any, workload: Workload) -> Figures:
+    """Runs a workload once.
 
-def run(server: Server, workload: Workload) -> Figures:
-    """Runs a workload once."""
+    Args:
+      server: a `Server`; for ``by_generate`` one that has ``generate``, too.
+    """
     if isinstance(workload, Decode):
         return _decode(server, workload)
     if isinstance(workload, Prefill):
         return _prefill(server, workload)
-    return _arrivals(server, workload) if workload.rate else _at_once(server, workload)
+    return _by_generate(server, workload) if workload.by_generate else _in_order(server, workload)
 
 
 def _decode(server: Server, workload: Decode) -> Figures:
@@ -177,14 +197,14 @@ def _prefill(server: Server, workload: Prefill) -> Figures:
     return Figures(statistics.median(seconds[1:]), workload.requests * workload.length)
 
 
-def _at_once(server: Server, workload: Trace) -> Figures:
+def _by_generate(server: Any, workload: Trace) -> Figures:
     chosen = requests(workload, server.vocab)
     started = time.perf_counter()
     answers = server.generate(chosen)
     return Figures(time.perf_counter() - started, sum(map(len, answers)))
 
 
-def _arrivals(server: Server, workload: Trace) -> Figures:
+def _in_order(server: Server, workload: Trace) -> Figures:
     waiting = requests(workload, server.vocab)[::-1]
     arrivals: dict[Hashable, float] = {}
     times: dict[Hashable, list[float]] = {}
@@ -192,12 +212,14 @@ def _arrivals(server: Server, workload: Trace) -> Figures:
     while waiting or server.has_work:
         while waiting and waiting[-1].arrival <= time.perf_counter() - started:
             request = waiting.pop()
-            arrivals[server.add(request.prompt, request.answer_tokens)] = request.arrival
+            name = server.add(request.prompt, request.answer_tokens, request.samples)
+            arrivals[name] = request.arrival
         made = server.step() if server.has_work else {}
         now = time.perf_counter() - started
         for name, count in made.items():
             times.setdefault(name, []).extend([now] * count)
-    return trace_figures(time.perf_counter() - started, arrivals, times)
+    found = trace_figures(time.perf_counter() - started, arrivals, times)
+    return found if workload.rate else Figures(found.seconds, found.tokens)
 
 
 def trace_figures(
