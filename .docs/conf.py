@@ -71,8 +71,22 @@ def adapt_links(app, page: str, source: list[str]) -> None:
     source[0] = LINK.sub(on_site, text + source[0])
 
 
+def find_public(app, env, node, text):
+    """Resolves a name without its module, or with a private one, to the shortest public name."""
+    found = re.fullmatch(
+        r"(?:(?:jaxkv|pallas_kernels)\._[\w.]+\.)?([\w.]+)", node.get("reftarget", "")
+    )
+    domain = env.domains.python_domain
+    names = [name for name in domain.objects if found and name.endswith(f".{found[1]}")]
+    if node.get("refdomain") != "py" or not names:
+        return None
+    name = min(names, key=len)
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, text)
+
+
 def setup(app) -> None:
     """Registers what this file adds to Sphinx."""
+    app.connect("missing-reference", find_public)
     app.connect("source-read", adapt_links)
     app.connect("autodoc-process-docstring", adapt_docstring, priority=400)
     app.connect("autodoc-skip-member", skip_member)

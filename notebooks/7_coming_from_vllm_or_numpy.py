@@ -47,9 +47,9 @@ def attend_in_numpy(x, window):
 
 
 # %% [markdown]
-# # From vLLM
+# ## From vLLM
 #
-# ## The plan
+# ### The plan
 #
 # In vLLM 0.33, a worker gets its `KVCacheConfig` in `initialize_kv_cache`. Pass that object
 # unchanged. This notebook does not need vLLM, so it passes a mapping with the same fields, in which
@@ -110,7 +110,7 @@ for change in ({"type": "SinkFullAttentionSpec"}, {"kv_quant_mode": 9}, {"num_kv
         print("-", error)
 
 # %% [markdown]
-# ## The steps
+# ### The steps
 #
 # A model runner gets a `SchedulerOutput` in `execute_model`. It lists only **new** block ids, and
 # the worker must remember the others. `SchedulerTables` remembers them, and packs the step.
@@ -214,9 +214,9 @@ plotting.plot_block_tables(cache, batch=batch)
 #   `make_cache(worker=)` for each.
 # - The requests of a batch are in the order of `num_scheduled_tokens`; `extra` must be too.
 #
-# # From a block table in NumPy
+# ## From a block table in NumPy
 #
-# ## Your engine today
+# ### Your engine today
 #
 # It has a table, lengths, a free list, and pages of keys in one NumPy array. Every request of a
 # step gathers its pages and attends to them.
@@ -255,7 +255,7 @@ def numpy_step(work):
 
 
 # %% [markdown]
-# ## The same with jaxkv
+# ### The same with jaxkv
 #
 # The plan gets the blocks of your allocator, and block 0. Your table stays as it is: after
 # `allocate`, you tell `pack_step` which columns of which rows are new.
@@ -340,7 +340,7 @@ for index, row in enumerate(work):
 print("keys of", dict(zip(work, np.asarray(batch.seq_lens)[:2].tolist(), strict=True)), "are equal")
 
 # %% [markdown]
-# ## What you can replace next
+# ### What you can replace next
 #
 # 1. **The upload of the table** is replaced already: a step uploads only its changes.
 # 2. **The slots** (`table[row, pos // 8] * 8 + pos % 8`) are `batch.slot_mapping(layer)`, which is
