@@ -4,7 +4,6 @@ Norms and biases are left out: they are less than a thousandth. An architecture 
 understood is refused by name.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,9 +12,16 @@ from jaxkv._src.hf_config._families import open_config
 from jaxkv._src.hf_config._layers import layers_from_config
 from jaxkv._src.hf_config._reader import QUANTIZATION
 from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
-from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
+from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, Placed
 from jaxkv._src.hf_config._weights._mixers import mixers
 from jaxkv._src.hf_config._weights._quantization import read_scheme
+from jaxkv._src.hf_config._weights._stages import (
+    Part,
+    Weights,
+    count_layers,
+    layers_per_stage,
+    num_layers,
+)
 from jaxkv._src.hf_config._weights._towers import towers
 from jaxkv._src.hf_config._weights._traits import (
     ENCODER_DECODERS,
@@ -29,21 +35,9 @@ from jaxkv._src.hf_config._weights._traits import (
 from jaxkv._src.internal.checks import check_flag
 from jaxkv._src.specs import SharedKVSpec, canonical_dtype, packed_bytes
 
+__all__ = ["Weights", "count_weights", "layers_per_stage", "num_layers"]
+
 LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """The weights of a model.
-
-    parameters: number of weights.
-    num_bytes: bytes of the checkpoint.
-    stored: dtype of the checkpoint, after the quantisation that it has, if any.
-    """
-
-    parameters: int
-    num_bytes: int
-    stored: str
 
 
 def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights:
@@ -63,17 +57,22 @@ def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights
     fields = Fields(reader.model_type, {**reader.fields, **nested})
     dtype = canonical_dtype(str(reader.named_dtype() or "bfloat16"), "torch_dtype")
     scheme = read_scheme(fields.first(*QUANTIZATION), fields.first("expert_dtype"))
-    parameters = num_bytes = 0
-    for matrix in _matrices(config, fields, drafts=drafts):
+    parameters, parts = 0, []
+    for layers, matrix in _matrices(config, fields, drafts=drafts):
+        quantised = scheme is not None and scheme.stores(matrix)
+        stored = scheme.num_bytes(matrix) if quantised else packed_bytes(matrix.parameters, dtype)
         parameters += matrix.parameters
-        if scheme is not None and scheme.stores(matrix):
-            num_bytes += scheme.num_bytes(matrix)
-        else:
-            num_bytes += packed_bytes(matrix.parameters, dtype)
-    return Weights(parameters, num_bytes, dtype if scheme is None else f"{scheme.name}, {dtype}")
+        parts.append(Part(stored, tuple(layers), matrix.max_ranks))
+    return Weights(
+        parameters=parameters,
+        num_bytes=sum(part.num_bytes for part in parts),
+        stored=dtype if scheme is None else f"{scheme.name}, {dtype}",
+        num_layers=count_layers(fields.model_type, fields.values),
+        parts=tuple(parts),
+    )
 
 
-def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Iterable[Matrix]:
+def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Iterable[Placed]:
     if fields.model_type in ENCODER_DECODERS:
         yield from ENCODER_DECODERS[fields.model_type](fields)
         return
@@ -83,31 +82,38 @@ def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Ite
     if fields.model_type == "zamba2":
         yield from zamba2_blocks(fields)
     caches, with_experts = _caches(config, fields), expert_layers(fields)
-    for layer in range(fields.num_layers):
-        yield from _layer(fields, traits, layer, caches.get(layer, {}), with_experts)
-    if drafts:
-        last, hidden = fields.num_layers - 1, fields.hidden
-        for _ in range(fields.number("num_nextn_predict_layers", default=0)):
-            yield Matrix("eh_proj", hidden, 2 * hidden, "other")
-            yield from _layer(fields, traits, last, caches.get(last, {}), with_experts)
-            yield Matrix(
-                "embed_tokens and lm_head", fields.number("vocab_size"), hidden, "other", 2
-            )
-    yield from towers(config, fields.hidden)
+
+    def layer(index: int) -> Iterable[Placed]:
+        matrices = _layer(fields, traits, index, caches.get(index, {}), with_experts)
+        return (((index,), matrix) for matrix in matrices)
+
+    for index in range(fields.num_layers):
+        yield from layer(index)
+    last, hidden = fields.num_layers - 1, fields.hidden
+    for _ in range(fields.number("num_nextn_predict_layers", default=0) if drafts else 0):
+        yield (last,), Matrix("eh_proj", hidden, 2 * hidden, "other", max_ranks=WHOLE)
+        yield from layer(last)
+        tokens = fields.number("vocab_size")
+        yield (last,), Matrix("embed_tokens and lm_head", tokens, hidden, "other", 2)
+    yield from (((0,), matrix) for matrix in towers(config, hidden))
 
 
-def _vocabulary(fields: Fields, traits: Traits, config: Mapping[str, Any]) -> Iterable[Matrix]:
+def _vocabulary(fields: Fields, traits: Traits, config: Mapping[str, Any]) -> Iterable[Placed]:
     tokens = fields.number("vocab_size", "padded_vocab_size")
     width = fields.number("word_embed_proj_dim", default=fields.hidden)
-    yield Matrix("embed_tokens", tokens, width, "other")
+    first, last = 0, fields.num_layers - 1
     if width != fields.hidden:
-        yield Matrix("project", width, fields.hidden, count=2)
+        for place in (first, last):
+            yield (place,), Matrix("project", width, fields.hidden, max_ranks=WHOLE)
     if traits.positions:
-        yield Matrix("positions", fields.number(traits.positions), fields.hidden, "other")
+        positions = fields.number(traits.positions)
+        yield (first,), Matrix("positions", positions, fields.hidden, "other", max_ranks=WHOLE)
     tied = config.get("tie_word_embeddings")
     tied = fields.first("tie_word_embeddings") if tied is None else tied
-    if not (traits.tied if tied is None else tied):
-        yield Matrix("lm_head", tokens, fields.hidden, "head")
+    tied = traits.tied if tied is None else tied
+    yield (first, last) if tied else (first,), Matrix("embed_tokens", tokens, width, "other")
+    if not tied:
+        yield (last,), Matrix("lm_head", tokens, fields.hidden, "head")
 
 
 def _layer(

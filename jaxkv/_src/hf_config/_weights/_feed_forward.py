@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxkv._src.hf_config._weights._matrix import Fields, Matrix, feed_forward
+from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
 from jaxkv._src.internal.numbers import cdiv
 
 EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
@@ -42,11 +42,11 @@ def experts(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
     name, hidden = f"layers.{layer}.mlp", fields.hidden
     count = fields.number(*EXPERTS, layer=layer)
     width = fields.number(*EXPERT_WIDTH, layer=layer)
-    yield Matrix(f"{name}.gate", count, hidden, "other")
+    yield Matrix(f"{name}.gate", count, hidden, "other", max_ranks=WHOLE)
     latent = fields.number("moe_latent_size", default=0)  # Nemotron 3: experts behind a projection
     if latent:
-        yield Matrix(f"{name}.fc1_latent_proj", latent, hidden)
-        yield Matrix(f"{name}.fc2_latent_proj", hidden, latent)
+        yield Matrix(f"{name}.fc1_latent_proj", latent, hidden, max_ranks=WHOLE)
+        yield Matrix(f"{name}.fc2_latent_proj", hidden, latent, max_ranks=WHOLE)
     routed = f"{name}.experts.0"
     yield from feed_forward(
         routed, latent or hidden, width, gated=gated, role="expert", count=count

@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple
 Role = Literal["linear", "expert", "head", "tower", "other"]
 
 
+WHOLE = 1
+
+
 class Matrix(NamedTuple):
     """Weights of one shape.
 
@@ -16,6 +19,8 @@ class Matrix(NamedTuple):
     outputs, inputs: shape of one matrix.
     role: place in the model.
     count: number of such matrices, for example one for each expert.
+    max_ranks: most tensor-parallel ranks among which it divides; `WHOLE`: each has all of it;
+      None: any number. Of keys and values it is the number of KV heads, as each rank has one.
     """
 
     name: str
@@ -23,11 +28,16 @@ class Matrix(NamedTuple):
     inputs: int
     role: Role = "linear"
     count: int = 1
+    max_ranks: int | None = None
 
     @property
     def parameters(self) -> int:
         """Elements of all these matrices."""
         return self.outputs * self.inputs * self.count
+
+
+# A matrix, and the layers beside which it lies: a pipeline stage with any of them has it.
+Placed = tuple[Sequence[int], Matrix]
 
 
 def feed_forward(

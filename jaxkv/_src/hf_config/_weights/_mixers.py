@@ -1,9 +1,10 @@
 """The matrices of attention layers and of layers with a recurrent state. No jax."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
+from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix
 from jaxkv._src.specs import FullAttentionSpec, StateSpec
 
 HEADS = "num_attention_heads", "n_head", "n_heads", "num_heads"
@@ -23,12 +24,13 @@ def attention(
       stores: whether the layer computes keys and values; else it reads another layer's.
     """
     hidden, heads = fields.hidden, fields.number(*HEADS, layer=layer)
+    kv_heads = spec.num_kv_heads
     yield Matrix(f"{name}.q_proj", heads * spec.head_size * (1 + gate), hidden)
     if stores:
-        yield Matrix(f"{name}.k_proj", spec.num_kv_heads * spec.head_size, hidden)
+        yield Matrix(f"{name}.k_proj", kv_heads * spec.head_size, hidden, max_ranks=kv_heads)
     shares_values = fields.first("attention_k_eq_v") and spec.kind == "full"
     if stores and not shares_values:
-        yield Matrix(f"{name}.v_proj", spec.num_kv_heads * spec.value_size, hidden)
+        yield Matrix(f"{name}.v_proj", kv_heads * spec.value_size, hidden, max_ranks=kv_heads)
     yield Matrix(f"{name}.o_proj", hidden, heads * spec.value_size)
 
 
@@ -38,11 +40,11 @@ def latent_attention(fields: Fields, name: str) -> Iterable[Matrix]:
     latent, rotary = fields.number("kv_lora_rank"), fields.number("qk_rope_head_dim")
     plain, value = fields.number("qk_nope_head_dim"), fields.number("v_head_dim")
     if rank := fields.number("q_lora_rank", default=0):
-        yield Matrix(f"{name}.q_a_proj", rank, hidden)
+        yield Matrix(f"{name}.q_a_proj", rank, hidden, max_ranks=WHOLE)
         yield Matrix(f"{name}.q_b_proj", heads * (plain + rotary), rank)
     else:
         yield Matrix(f"{name}.q_proj", heads * (plain + rotary), hidden)
-    yield Matrix(f"{name}.kv_a_proj_with_mqa", latent + rotary, hidden)
+    yield Matrix(f"{name}.kv_a_proj_with_mqa", latent + rotary, hidden, max_ranks=WHOLE)
     yield Matrix(f"{name}.kv_b_proj", heads * (plain + value), latent)
     yield Matrix(f"{name}.o_proj", hidden, heads * value)
 
@@ -50,9 +52,10 @@ def latent_attention(fields: Fields, name: str) -> Iterable[Matrix]:
 def indexer(fields: Fields, name: str) -> Iterable[Matrix]:
     """Yields the matrices that pick tokens for latent attention (DeepSeek-V3.2)."""
     heads, width = fields.number("index_n_heads"), fields.number("index_head_dim")
-    yield Matrix(f"{name}.indexer.wq_b", heads * width, fields.number("q_lora_rank"))
-    yield Matrix(f"{name}.indexer.wk", width, fields.hidden)
-    yield Matrix(f"{name}.indexer.weights_proj", heads, fields.hidden, "other")
+    rank, hidden = fields.number("q_lora_rank"), fields.hidden
+    yield Matrix(f"{name}.indexer.wq_b", heads * width, rank, max_ranks=WHOLE)
+    yield Matrix(f"{name}.indexer.wk", width, hidden, max_ranks=WHOLE)
+    yield Matrix(f"{name}.indexer.weights_proj", heads, hidden, "other", max_ranks=WHOLE)
 
 
 def deepseek_v4(fields: Fields, name: str, ratio: int) -> Iterable[Matrix]:
@@ -60,20 +63,21 @@ def deepseek_v4(fields: Fields, name: str, ratio: int) -> Iterable[Matrix]:
     hidden, heads = fields.hidden, fields.number(*HEADS)
     width, rank = fields.number("head_dim"), fields.number("q_lora_rank")
     groups, low = fields.number("o_groups", least=1), fields.number("o_lora_rank")
-    yield Matrix(f"{name}.q_a_proj", rank, hidden)
+    yield Matrix(f"{name}.q_a_proj", rank, hidden, max_ranks=WHOLE)
     yield Matrix(f"{name}.q_b_proj", heads * width, rank)
-    yield Matrix(f"{name}.kv_proj", width, hidden)
+    yield Matrix(f"{name}.kv_proj", width, hidden, max_ranks=WHOLE)
     yield Matrix(f"{name}.o_a_proj", groups * low, heads * width // groups)
     yield Matrix(f"{name}.o_b_proj", hidden, groups * low)
     if not ratio:
         return
     overlap = 2 if ratio == 4 else 1
-    yield Matrix(f"{name}.compressor", 2 * overlap * width, hidden, "other")
+    whole = functools.partial(Matrix, max_ranks=WHOLE)
+    yield whole(f"{name}.compressor", 2 * overlap * width, hidden, "other")
     if ratio == 4:
         key, index_heads = fields.number("index_head_dim"), fields.number("index_n_heads")
-        yield Matrix(f"{name}.indexer.compressor", 2 * overlap * key, hidden, "other")
-        yield Matrix(f"{name}.indexer.wq_b", index_heads * key, rank)
-        yield Matrix(f"{name}.indexer.weights_proj", index_heads, hidden, "other")
+        yield whole(f"{name}.indexer.compressor", 2 * overlap * key, hidden, "other")
+        yield whole(f"{name}.indexer.wq_b", index_heads * key, rank)
+        yield whole(f"{name}.indexer.weights_proj", index_heads, hidden, "other")
 
 
 def mamba1(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
@@ -91,10 +95,15 @@ def mamba1(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
 
 def mamba2(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
     """Yields the matrices of a mamba2 layer (arXiv 2405.21060)."""
-    (rows, channels), (heads, width, _) = spec.shapes
-    yield Matrix(f"{name}.in_proj", heads * width + channels + heads, fields.hidden)
-    yield Matrix(f"{name}.out_proj", fields.hidden, heads * width)
-    yield Matrix(f"{name}.conv1d", channels, rows + 1, "other")
+    (rows, channels), (heads, width, size) = spec.shapes
+    inner = heads * width
+    of_groups = channels - inner  # B and C; a rank has a group of them at least
+    groups = max(of_groups // (2 * size), 1)
+    yield Matrix(f"{name}.in_proj", 2 * inner + heads, fields.hidden)
+    yield Matrix(f"{name}.in_proj", of_groups, fields.hidden, max_ranks=groups)
+    yield Matrix(f"{name}.out_proj", fields.hidden, inner)
+    yield Matrix(f"{name}.conv1d", inner, rows + 1, "other")
+    yield Matrix(f"{name}.conv1d", of_groups, rows + 1, "other", max_ranks=groups)
 
 
 def gated_delta_net(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
@@ -112,7 +121,7 @@ def kimi_delta(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
     yield Matrix(f"{name}.qkv_proj", channels, fields.hidden)
     yield Matrix(f"{name}.b_proj", heads, fields.hidden)
     for gate in ("f", "g"):  # each of low rank
-        yield Matrix(f"{name}.{gate}_a_proj", width, fields.hidden)
+        yield Matrix(f"{name}.{gate}_a_proj", width, fields.hidden, max_ranks=WHOLE)
         yield Matrix(f"{name}.{gate}_b_proj", heads * width, width)
     yield Matrix(f"{name}.o_proj", fields.hidden, heads * width)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._src.hf_config._fields import nested
-from jaxkv._src.hf_config._weights._matrix import Fields, Matrix, feed_forward
+from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 
 QWEN = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
@@ -83,7 +83,7 @@ def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
     patch = fields.first("patch_size")
     if isinstance(patch, int):
         pixels = 3 * patch**2 * fields.number("temporal_patch_size", default=1)
-        yield Matrix("visual.patch_embed", width, pixels, "other")
+        yield Matrix("visual.patch_embed", width, pixels, "other", max_ranks=WHOLE)
     projector = _tiles if fields.number("max_num_tiles", default=0) else _projector
     yield from projector(fields, width, text_width)
 
@@ -93,7 +93,7 @@ def _tiles(fields: Fields, width: int, text_width: int) -> Iterable[Matrix]:
     tiles = fields.number("max_num_tiles")
     ratios = len(fields.listed("supported_aspect_ratios") or ()) + 1
     patches = (fields.number("image_size") // fields.number("patch_size", least=1)) ** 2 + 1
-    yield Matrix("visual.tiles", ratios, tiles * (patches + 2) * width, "other")
+    yield Matrix("visual.tiles", ratios, tiles * (patches + 2) * width, "other", max_ranks=WHOLE)
     yield Matrix("visual.projector", text_width, fields.number("vision_output_dim"), "tower")
 
 

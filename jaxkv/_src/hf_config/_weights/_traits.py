@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from jaxkv._src.hf_config._weights._matrix import Fields, Matrix, feed_forward
+from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, Placed, feed_forward
 from jaxkv._src.hf_config._weights._mixers import (
     HEADS,
     States,
@@ -113,61 +113,81 @@ def nemotron_kinds(fields: Fields) -> list[str]:
     return kinds
 
 
-def per_layer_embeddings(fields: Fields) -> Iterable[Matrix]:
+def per_layer_embeddings(fields: Fields) -> Iterable[Placed]:
     """Yields the embeddings that every layer of Gemma 3n and 4 has, and their projections."""
     width = fields.number("hidden_size_per_layer_input", default=0)
     if not width:
         return
     layers, hidden = fields.num_layers, fields.hidden
     tokens = fields.number("vocab_size_per_layer_input", "vocab_size")
-    yield Matrix("embed_tokens_per_layer", tokens, layers * width, "other")
-    yield Matrix("per_layer_model_projection", layers * width, hidden)
-    yield Matrix("per_layer_input_gate", width, hidden, count=layers)
-    yield Matrix("per_layer_projection", hidden, width, count=layers)
+    yield (0,), Matrix("embed_tokens_per_layer", tokens, layers * width, "other")
+    yield (0,), Matrix("per_layer_model_projection", layers * width, hidden)
+    for layer in range(layers):
+        yield (layer,), Matrix("per_layer_input_gate", width, hidden, max_ranks=WHOLE)
+        yield (layer,), Matrix("per_layer_projection", hidden, width, max_ranks=WHOLE)
 
 
-def whisper(fields: Fields) -> Iterable[Matrix]:
-    """Yields the matrices of Whisper."""
+def whisper(fields: Fields) -> Iterable[Placed]:
+    """Yields the matrices of Whisper. Its encoder lies on the first stage."""
     hidden, tokens = fields.number("d_model"), fields.number("vocab_size")
+    layers = fields.number("decoder_layers")
     for part, blocks in (("encoder", 1), ("decoder", 2)):
-        count, width = fields.number(f"{part}_layers"), fields.number(f"{part}_ffn_dim")
-        yield Matrix(f"{part}.attn", hidden, hidden, count=4 * blocks * count)
-        yield from feed_forward(part, hidden, width, gated=False, count=count)
+        width = fields.number(f"{part}_ffn_dim")
+        for layer in range(fields.number(f"{part}_layers")):
+            place = (layer if part == "decoder" else 0,)
+            yield place, Matrix(f"{part}.attn", hidden, hidden, count=4 * blocks)
+            for matrix in feed_forward(part, hidden, width, gated=False):
+                yield place, matrix
     positions = fields.number("max_source_positions") + fields.number("max_target_positions")
-    yield Matrix("positions", positions, hidden, "other")
-    yield Matrix("embed_tokens", tokens, hidden, "other")
-    yield Matrix("conv", hidden, 3 * (hidden + fields.number("num_mel_bins")), "other")
+    yield (0,), Matrix("positions", positions, hidden, "other", max_ranks=WHOLE)
+    yield (0, layers - 1), Matrix("embed_tokens", tokens, hidden, "other")
+    yield (0,), Matrix("conv", hidden, 3 * (hidden + fields.number("num_mel_bins")), "other")
 
 
-def t5(fields: Fields) -> Iterable[Matrix]:
-    """Yields the matrices of T5 and its relatives; newer ones have gates and an untied head."""
+def t5(fields: Fields) -> Iterable[Placed]:
+    """Yields the matrices of T5 and its relatives; newer ones have gates and an untied head.
+
+    The encoder lies on the first stage.
+    """
     hidden, inner = fields.number("d_model"), fields.number("num_heads") * fields.number("d_kv")
     width, gated = fields.number("d_ff"), str(fields.first("feed_forward_proj")).startswith("gated")
-    layers = fields.number("num_layers")
-    for blocks, count in ((1, layers), (2, fields.number("num_decoder_layers", default=layers))):
-        yield Matrix("attn", inner, hidden, count=4 * blocks * count)
-        yield from feed_forward("mlp", hidden, width, gated=gated, count=count)
-    tables = 1 if fields.first("tie_word_embeddings") in (None, True) else 2
-    yield Matrix("embed_tokens", fields.number("vocab_size"), hidden, "other", tables)
+    encoder = fields.number("num_layers")
+    decoder = fields.number("num_decoder_layers", default=encoder)
+    places = [(1, 0)] * encoder + [(2, layer) for layer in range(decoder)]
+    for blocks, layer in places:
+        yield (layer,), Matrix("attn", inner, hidden, count=4 * blocks)
+        for matrix in feed_forward("mlp", hidden, width, gated=gated):
+            yield (layer,), matrix
+    table = Matrix("embed_tokens", fields.number("vocab_size"), hidden, "other")
+    if fields.first("tie_word_embeddings") in (None, True):
+        yield (0, decoder - 1), table
+    else:
+        yield from (((0,), table), ((decoder - 1,), table))
 
 
 ENCODER_DECODERS = {"whisper": whisper, "t5": t5, "mt5": t5, "umt5": t5}
 
 
-def zamba2_blocks(fields: Fields) -> Iterable[Matrix]:
+def zamba2_blocks(fields: Fields) -> Iterable[Placed]:
     """Yields Zamba2's attention blocks, which its hybrid layers share, and what each adds."""
     kinds = fields.first("layers_block_type", "layer_types") or ()
-    uses = sum(kind == "hybrid" for kind in kinds)
+    uses = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
     hidden, width = fields.hidden, fields.number("intermediate_size", default=4 * fields.hidden)
     blocks, rank = fields.number("num_mem_blocks", default=1), fields.number("adapter_rank")
     heads = fields.number(*HEADS, least=1)
     size = fields.number("attention_head_dim", default=2 * hidden // heads)
-    yield Matrix("shared.qkv_proj", 3 * heads * size, 2 * hidden, count=blocks)
-    yield Matrix("shared.o_proj", hidden, heads * size, count=blocks)
-    yield from feed_forward("shared.mlp", hidden, width, gated=True, count=blocks)
-    yield Matrix("linear", hidden, hidden, count=uses)
-    yield Matrix("shared.adapter_in", rank, hidden, count=uses)
-    yield Matrix("shared.adapter_out", 2 * width, rank, count=uses)
+    shared = [
+        Matrix("shared.qkv_proj", 3 * heads * size, 2 * hidden, count=blocks),
+        Matrix("shared.o_proj", hidden, heads * size, count=blocks),
+        *feed_forward("shared.mlp", hidden, width, gated=True, count=blocks),
+    ]
+    own = [
+        Matrix("linear", hidden, hidden),
+        Matrix("shared.adapter_in", rank, hidden),
+        Matrix("shared.adapter_out", 2 * width, rank),
+    ]
     if fields.first("use_shared_attention_adapter"):
-        yield Matrix("shared.attention_adapter_in", 3 * rank, 2 * hidden, count=uses)
-        yield Matrix("shared.attention_adapter_out", 3 * heads * size, rank, count=uses)
+        own.append(Matrix("shared.attention_adapter_in", 3 * rank, 2 * hidden))
+        own.append(Matrix("shared.attention_adapter_out", 3 * heads * size, rank))
+    yield from ((uses or (0,), matrix) for matrix in shared)
+    yield from (((layer,), matrix) for layer in uses for matrix in own)
