@@ -21,8 +21,10 @@ from jaxkv._src.hf_config import (
     count_weights,
     encoder_len,
     layers_from_config,
+    layers_per_stage,
     load_config,
     model_len,
+    num_layers,
 )
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import Limits
@@ -93,8 +95,8 @@ ON_GPUS = ("--gpu", "h200", "--tensor-parallel")
         (
             ("qwen3-next-80b-a3b", *ON_GPUS, "2", "--request-len", "8k"),
             [
-                "79.67 billion in bfloat16; 74.20 GiB on each of 2 GPUs",
-                "8,192 tokens: 0.12 GiB, 436 at once",
+                "79.67 billion in bfloat16; 74.25 GiB on each of 2 GPUs",
+                "8,192 tokens: 0.12 GiB, 435 at once",
             ],
         ),
         (("deepseek-v4-flash", *ON_GPUS, "2", "--request-len", "8k"), ["mxfp4, fp8, bfloat16"]),
@@ -440,6 +442,59 @@ def test_stages_keep_the_caches_of_one_layer_together() -> None:
         split_stages(layers, 7)
 
 
+def test_layers_without_a_cache_and_of_two_caches_count_as_layers_of_a_stage() -> None:
+    cached = {f"layers.{i}.attn": "attn" for i in (0, 3, 4)}  # of 8 layers
+    assert [len(part) for part in split_stages(cached, 4, 8)] == [1, 1, 1, 0]
+    doubled = {f"layers.{i}.mla": "mla" for i in range(2 * 5)}  # of 5 layers: 1 + 2 + 2
+    assert [len(part) for part in split_stages(doubled, 3, 5)] == [4, 4, 2]
+    assert num_layers(load_config("nemotron-h-8b")) == 52
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages"),  # of vLLM's `get_pp_indices`
+    [(61, [31, 30]), (61, [15, 15, 16, 15]), (22, [5, 6, 6, 5]), (5, [2, 2, 1]), (4, [1, 2, 1])],
+)
+def test_the_stages_before_the_last_have_what_does_not_divide(layers, stages) -> None:
+    assert layers_per_stage(layers, len(stages)) == stages
+
+
+def test_the_fullest_stage_of_a_pipeline_bounds_the_plan(capsys) -> None:
+    """Gemma 3 has a tied head; sizes by hand, in bf16. The tower lies on the first stage."""
+    arguments = ("gemma-3-27b", "--gpu", "rtx3090", "--pipeline-parallel", "3")
+    data, whole = figures(capsys, *arguments), figures(capsys, *arguments[:1], "--gpu", "h200")
+    table, gpu = 262208 * 5376 * 2, data["gpu"]
+    heads = 5376 * (32 + 16 + 16 + 32) * 128
+    layer = 2 * (heads + 3 * 5376 * 21504)
+    total = gpu["weights_bytes"]
+    assert total == whole["gpu"]["weights_bytes"] and whole["gpu"]["weights_bytes_per_gpu"] == [
+        total
+    ]
+    tower = total - 62 * layer - table
+    assert gpu["weights_bytes_per_gpu"] == [
+        21 * layer + table + tower,
+        21 * layer,
+        20 * layer + table,
+    ]
+    memory = [gpu["usable_bytes"] - size for size in gpu["weights_bytes_per_gpu"]]
+    assert data["memory_bytes"] == memory
+    pairs = zip(memory, data["bytes_per_block"], strict=True)
+    assert data["num_blocks"] == min(size // block for size, block in pairs)
+    _, page, _ = run(capsys, *arguments)
+    assert "; 19.55 GiB on stage 0, the fullest of 3\n" in page
+
+
+def test_the_stage_that_binds_has_the_least_memory_for_its_blocks(capsys) -> None:
+    """The first has the largest weights, and the second the largest blocks."""
+    words = ("gemma-2-9b", "--gpu", "a10", "--pipeline-parallel", "4")
+    for share, stage in (("0.35", 0), ("0.9", 1)):
+        data = figures(capsys, *words, "--utilization", share)
+        sizes = data["memory_bytes"], data["bytes_per_block"]
+        blocks = [memory // block for memory, block in zip(*sizes, strict=True)]
+        assert blocks.index(min(blocks)) == stage and data["num_blocks"] == min(blocks)
+        _, page, _ = run(capsys, *words, "--utilization", share)
+        assert f" on stage {stage}: " in " ".join(page.split())
+
+
 @pytest.mark.parametrize("stages", range(1, 12))
 def test_stages_have_as_many_layers_as_each_other_or_one_less(stages: int) -> None:
     layers = {f"layers.{i}.attn": "attn" for i in range(11)}
@@ -590,7 +645,11 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
         ),
         (
             ("llama-3.1-8b", "--gpu", "l4", "--weights", "60GiB", "--pipeline-parallel", "2"),
-            "and weights of 30.00 GiB on each of 2; divide",
+            "and weights of 30.00 GiB on each of 2 GPUs; divide",
+        ),
+        (
+            ("llama-3.1-70b", "--gpu", "a10", "--pipeline-parallel", "4"),
+            "and weights of 33.83 GiB on stage 0, the fullest of 4; divide",
         ),
         (
             ("llama-3.1-8b", "--gpu", "rtx4090", "--max-model-len", "128k"),
@@ -640,6 +699,8 @@ def test_a_count_out_of_range_is_refused_in_the_words_of_the_command(capsys, nam
         ("gemma-3-27b", "--memory", "8GiB", "--grouping", "least_waste", "--tensor-parallel", "2"),
         ("gpt-oss-20b", "--memory", "1GiB", "--pipeline-parallel", "2"),
         ("deepseek-v3", "--gpu", "h200", "--pipeline-parallel", "4"),
+        ("gemma-3-27b", "--gpu", "rtx3090", "--pipeline-parallel", "3"),
+        ("gemma-2-9b", "--gpu", "l4", "--pipeline-parallel", "4", "--utilization", "0.5"),
         ("llama-3.1-8b", "--memory", "1GiB", "--block-size", "1024"),
         ("llama-3.1-8b", "--memory", "9GiB", "--max-model-len", "8k", "--request-len", "8k"),
     ],

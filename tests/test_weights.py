@@ -25,6 +25,7 @@ from jaxkv._src.hf_config._weights._quantization import (
 from jaxkv._src.hf_config._weights._traits import t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
+PRESETS = tuple(GOLDEN["presets"])
 INDEX = "total_size of its model.safetensors.index.json"
 CARD = "size of its one file, on the model card"
 
@@ -508,16 +509,16 @@ def test_a_decoder_attends_twice_in_every_layer_and_an_encoder_once() -> None:
     sizes = {"d_model": 7, "num_heads": 2, "d_kv": 3, "d_ff": 0, "vocab_size": 0}
     fields = Fields("t5", {**sizes, "num_layers": 1, "num_decoder_layers": 5})
     attention = (1 + 2 * 5) * 4 * 6 * 7
-    assert sum(matrix.parameters for matrix in t5(fields)) == attention
+    assert sum(matrix.parameters for _, matrix in t5(fields)) == attention
     for proj, matrices in ((None, 2), ("relu", 2), ("gated-gelu", 3), ("gated-silu", 3)):
         given = {**fields.values, "d_ff": 5, "feed_forward_proj": proj}
-        counted = sum(matrix.parameters for matrix in t5(Fields("t5", given)))
+        counted = sum(matrix.parameters for _, matrix in t5(Fields("t5", given)))
         assert counted == attention + (1 + 5) * matrices * 5 * 7
     sizes = {"d_model": 7, "encoder_ffn_dim": 3, "decoder_ffn_dim": 2, "vocab_size": 0}
     sizes |= {"max_source_positions": 4, "max_target_positions": 5, "num_mel_bins": 6}
     fields = Fields("whisper", {**sizes, "encoder_layers": 1, "decoder_layers": 5})
     layers = (1 + 2 * 5) * 4 * 7 * 7 + 2 * 3 * 7 + 5 * 2 * 2 * 7
-    assert sum(m.parameters for m in whisper(fields)) == layers + (4 + 5) * 7 + 3 * 7 * (7 + 6)
+    assert sum(m.parameters for _, m in whisper(fields)) == layers + (4 + 5) * 7 + 3 * 7 * (7 + 6)
 
 
 def test_layers_that_read_the_cache_of_another_have_no_keys_and_values() -> None:
@@ -575,3 +576,70 @@ def test_a_file_without_a_dtype_counts_as_bfloat16() -> None:
 def test_what_is_not_understood_is_refused_by_name(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         count_weights(LLAMA | changes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_rank_of_a_dense_model_has_a_kv_head_at_least(ranks: int) -> None:
+    """`LLAMA` has 4 heads of 64, and 2 for keys and values."""
+    queries, values, width = 256 * 256, 256 * 2 * 64, 3 * 256 * 512
+    layer = 2 * queries // ranks + 2 * values // min(ranks, 2) + width // ranks
+    table, weights = 1000 * 256 // ranks, count_weights(LLAMA)
+    both = weights.bytes_per_gpu(tensor_parallel=ranks, pipeline_parallel=2)
+    assert both == (2 * (layer + table),) * 2  # the embedding, and the head
+    tied = count_weights(LLAMA | {"tie_word_embeddings": True})
+    assert tied.bytes_per_gpu(tensor_parallel=ranks) == (2 * (2 * layer + table),)
+    assert tied.bytes_per_gpu(tensor_parallel=ranks, pipeline_parallel=2) == both
+
+
+def test_ranks_do_not_divide_the_down_projections_of_latents_nor_routers() -> None:
+    """A dense layer, then one of 6 experts and a shared one; 16 heads and an indexer, 4 ranks."""
+    config = {"model_type": "deepseek_v32", "hidden_size": 7, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 16, "kv_lora_rank": 5, "qk_rope_head_dim": 4}
+    config |= {"qk_nope_head_dim": 11, "v_head_dim": 13, "q_lora_rank": 17, "vocab_size": 100}
+    config |= {"index_n_heads": 2, "index_head_dim": 19, "intermediate_size": 8}
+    config |= {"n_routed_experts": 6, "n_shared_experts": 1, "moe_intermediate_size": 12}
+    config |= {"first_k_dense_replace": 1, "max_position_embeddings": 64}
+    config |= {"tie_word_embeddings": False}
+    whole = 7 * 17 + 7 * (5 + 4) + 17 * 2 * 19 + 7 * 19 + 7 * 2
+    heads = 17 * 16 * (11 + 4) + 5 * 16 * (11 + 13) + 16 * 13 * 7
+    dense, experts_of_layer, router = 3 * 7 * 8, (6 + 1) * 3 * 7 * 12, 6 * 7
+    assert count_weights(config).bytes_per_gpu(tensor_parallel=4, pipeline_parallel=2) == (
+        2 * (whole + (heads + dense + 7 * 100) // 4),
+        2 * (whole + router + (heads + experts_of_layer + 7 * 100) // 4),
+    )
+
+
+def test_the_layers_of_a_hybrid_lie_on_the_stages_that_they_are_of() -> None:
+    """Mamba2 with one group for all ranks, a feed-forward layer, attention; 3 stages, 2 ranks."""
+    config = {"model_type": "nemotron_h", "hidden_size": 8, "hybrid_override_pattern": "M-*-"}
+    config |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1}
+    config |= {"head_dim": 6, "mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 1}
+    config |= {"ssm_state_size": 3, "conv_kernel": 4, "intermediate_size": 10, "vocab_size": 100}
+    config |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
+    inner, of_groups, width = 4 * 5, 2 * 3, 2 * 8 * 10
+    mamba = (8 * (2 * inner + 4) + 4 * inner + inner * 8) // 2 + of_groups * (8 + 4)
+    attention = 2 * 8 * 4 * 6 // 2 + 2 * 8 * 6
+    table = 8 * 100 // 2
+    counted = count_weights(config).bytes_per_gpu(tensor_parallel=2, pipeline_parallel=3)
+    assert counted == (
+        2 * (mamba + table),
+        2 * (width // 2 + attention),  # the stage before the last has the layer that is left
+        2 * (width // 2 + table),
+    )
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_stages_have_all_of_a_model_and_ranks_no_less_than_their_share(drafts: bool) -> None:
+    for config in [*(model["config"] for model in GOLDEN["models"]), *map(load_config, PRESETS)]:
+        weights = count_weights(config, drafts=drafts)
+        whole, layers = weights.num_bytes, weights.num_layers
+        assert weights.bytes_per_gpu() == (whole,)
+        for stages in {min(layers, n) for n in (2, 3, layers)}:
+            sizes = weights.bytes_per_gpu(pipeline_parallel=stages)
+            copies = sum(part.num_bytes for part in weights.parts if len(part.layers) > 1)
+            assert whole <= sum(sizes) <= whole + copies * (stages - 1)
+            of_ranks = weights.bytes_per_gpu(pipeline_parallel=stages, tensor_parallel=4)
+            for size, of_rank in zip(sizes, of_ranks, strict=True):
+                assert size <= 4 * of_rank <= 4 * size, config["model_type"]
+        with pytest.raises(ValueError, match=rf"must lie in 1\.\.{layers}"):
+            weights.bytes_per_gpu(pipeline_parallel=layers + 1)

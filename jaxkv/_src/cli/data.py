@@ -12,9 +12,7 @@ from jaxkv._src.hf_config import Weights
 from jaxkv._src.planning import KVCacheCapacityError, Plan
 
 
-def plan_data(
-    question: Question, plan: Plan, weights: Weights | None, tried: Sequence[Try]
-) -> dict[str, Any]:
+def plan_data(question: Question, plan: Plan, tried: Sequence[Try]) -> dict[str, Any]:
     """Returns the plan, and changes to try, as plain data."""
     length, usual = plan.max_model_len, question.request_len
     return {
@@ -25,7 +23,7 @@ def plan_data(
         "bytes_per_block": list(plan.bytes_per_block),
         "unused_bytes_per_block": list(plan.unused_bytes_per_block),
         "memory_bytes": list(plan.memory_bytes),
-        "gpu": _gpu_data(question, weights),
+        "gpu": _gpu_data(question),
         "num_blocks": plan.num_blocks,
         "usable_blocks": plan.usable_blocks,
         "reserved_blocks": plan.reserved_blocks,
@@ -49,16 +47,19 @@ def plan_data(
     }
 
 
-def _gpu_data(question: Question, weights: Weights | None) -> dict[str, Any] | None:
+def _gpu_data(question: Question) -> dict[str, Any] | None:
     budget = question.budget
     if budget.memory_bytes is not None:
         return None
+    weights = budget.weights if isinstance(budget.weights, Weights) else None
+    per_gpu = budget.weights_per_gpu(question.tensor_parallel, question.pipeline_parallel)
     return {
         "name": budget.gpu,
         "utilization": float(budget.utilization),
         "usable_bytes": budget.usable_bytes,
         "num_gpus": question.num_gpus,
         "weights_bytes": budget.weights_bytes,
+        "weights_bytes_per_gpu": list(per_gpu),
         "parameters": None if weights is None else weights.parameters,
         "weights_stored": None if weights is None else weights.stored,
     }

@@ -1,9 +1,11 @@
 """The memory of GPUs, and the part of it that is left for a cache. No jax."""
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
 
 from jaxkv._src.cli.amounts import gib
+from jaxkv._src.hf_config import Weights
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.internal.text import shown
 
@@ -58,33 +60,60 @@ class Budget:
     memory_bytes: bytes for the cache; None: all that weights leave of the engine's share.
     gpu: name of the GPU.
     utilization: the engine's share of the GPU.
-    weights_bytes: bytes of the whole model; they divide evenly among its GPUs.
+    weights: the weights of the whole model; if only their bytes are known, they count as divided
+      evenly among its GPUs.
     """
 
     memory_bytes: int | None = None
     gpu: str = ""
     utilization: Fraction = Fraction(9, 10)
-    weights_bytes: int = 0
+    weights: Weights | int = 0
 
-    def for_cache(self, num_gpus: int) -> int:
-        """Returns the bytes for the cache on each GPU.
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the whole model."""
+        return self.weights if isinstance(self.weights, int) else self.weights.num_bytes
+
+    def weights_per_gpu(self, tensor_parallel: int, pipeline_parallel: int) -> tuple[int, ...]:
+        """Returns the bytes of weights on each GPU of each pipeline stage."""
+        if isinstance(self.weights, int):
+            each = cdiv(self.weights, tensor_parallel * pipeline_parallel)
+            return (each,) * pipeline_parallel
+        return self.weights.bytes_per_gpu(
+            tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
+        )
+
+    def for_cache(self, tensor_parallel: int, pipeline_parallel: int) -> tuple[int, ...]:
+        """Returns the bytes for the cache on each GPU of each pipeline stage.
 
         Raises:
-          NoRoomError: the weights leave none.
+          NoRoomError: the weights leave none on some GPU.
         """
         if self.memory_bytes is not None:
-            return self.memory_bytes
-        usable, weights = self.usable_bytes, cdiv(self.weights_bytes, num_gpus)
-        if weights >= usable:
+            return (self.memory_bytes,) * pipeline_parallel
+        usable = self.usable_bytes
+        weights = self.weights_per_gpu(tensor_parallel, pipeline_parallel)
+        if max(weights) >= usable:
             raise NoRoomError(
                 f"--gpu={self.gpu} has no room for a cache: {gib(usable)} at "
-                f"--utilization={float(self.utilization):g}, and weights of {gib(weights)}"
-                f"{f' on each of {num_gpus}' if num_gpus > 1 else ''}; divide them among more GPUs "
+                f"--utilization={float(self.utilization):g}, and weights of "
+                f"{fullest_text(weights, tensor_parallel)}; divide them among more GPUs "
                 "(--tensor-parallel, --pipeline-parallel)"
             )
-        return usable - weights
+        return tuple(usable - size for size in weights)
 
     @property
     def usable_bytes(self) -> int:
         """The bytes of the engine's share of a GPU."""
         return int(gpu_bytes(self.gpu) * self.utilization)
+
+
+def fullest_text(weights: Sequence[int], tensor_parallel: int) -> str:
+    """Returns the weights of a GPU of the fullest stage as text, and where that is."""
+    most, gpus = max(weights), tensor_parallel * len(weights)
+    if gpus == 1:
+        return gib(most)
+    if len(set(weights)) == 1:
+        return f"{gib(most)} on each of {gpus} GPUs"
+    where = f"stage {weights.index(most)}, the fullest of {len(weights)}"
+    return f"{gib(most)} on {'each GPU of ' if tensor_parallel > 1 else ''}{where}"

@@ -11,6 +11,7 @@ from jaxkv._src.cli.costs import (
     state_bytes,
     token_bytes,
 )
+from jaxkv._src.cli.gpus import fullest_text
 from jaxkv._src.cli.question import Question, layer_of
 from jaxkv._src.cli.specs_file import SpecsFile
 from jaxkv._src.cli.tries import Try
@@ -21,12 +22,12 @@ from jaxkv._src.planning import Plan
 WIDTH, NAME_WIDTH = 100, 16
 
 
-def page(question: Question, plan: Plan, weights: Weights | None, tried: Sequence[Try]) -> str:
+def page(question: Question, plan: Plan, tried: Sequence[Try]) -> str:
     """Returns the plan as text, with changes to try."""
     usual = question.request_len
     rows = {
         "layers": _layers_text(plan),
-        "weights": _weights_text(question, weights),
+        "weights": _weights_text(question),
         "memory": _memory_text(question, plan),
         "dtype": _dtype_text(question),
         "a token": _token_text(question),
@@ -64,24 +65,27 @@ def _layers_text(plan: Plan) -> str:
     return f"{layers} with {kept}: {_plan_row(plan, 'groups')}"
 
 
-def _weights_text(question: Question, weights: Weights | None) -> str:
-    budget, gpus = question.budget, question.num_gpus
+def _weights_text(question: Question) -> str:
+    budget = question.budget
     if budget.memory_bytes is not None:
         return ""
     text = gib(budget.weights_bytes)
-    if weights is not None:
-        text += f", {weights.parameters / 1e9:,.2f} billion in {weights.stored}"
-    if gpus > 1:
-        text += f"; {gib(budget.weights_bytes / gpus)} on each of {gpus} GPUs"
+    if isinstance(budget.weights, Weights):
+        text += f", {budget.weights.parameters / 1e9:,.2f} billion in {budget.weights.stored}"
+    if question.num_gpus > 1:
+        ranks, stages = question.tensor_parallel, question.pipeline_parallel
+        text += f"; {fullest_text(budget.weights_per_gpu(ranks, stages), ranks)}"
     return text
 
 
 def _memory_text(question: Question, plan: Plan) -> str:
-    budget, block = question.budget, max(plan.bytes_per_block)
-    text = gib(question.memory_bytes)
+    budget, stage = question.budget, tightest_stage(plan)
+    text, block = gib(plan.memory_bytes[stage]), plan.bytes_per_block[stage]
     if budget.memory_bytes is None:
         share = f"{budget.gpu} at {float(budget.utilization):g}"
         text += f" of {gib(budget.usable_bytes)} ({share})"
+    if len(plan.memory_bytes) > 1:
+        text += f" on stage {stage}"
     return f"{text}: {plan.usable_blocks:,} usable blocks of {block:,} bytes"
 
 
@@ -139,6 +143,12 @@ def what_binds(question: Question, plan: Plan) -> str:
         return "the length asked for"
     if question.num_blocks_override is not None:
         return "the override"
-    sizes = plan.bytes_per_block
-    tightest = max(range(len(sizes)), key=lambda worker: sizes[worker])
-    return "memory" if len(sizes) == 1 else f"memory of pipeline stage {tightest}"
+    stage = tightest_stage(plan)
+    return "memory" if len(plan.layouts) == 1 else f"memory of pipeline stage {stage}"
+
+
+def tightest_stage(plan: Plan) -> int:
+    """Returns the pipeline stage whose memory holds the fewest blocks."""
+    pairs = list(zip(plan.memory_bytes, plan.bytes_per_block, strict=True))
+    blocks = {stage: memory // size for stage, (memory, size) in enumerate(pairs) if size}
+    return min(blocks, key=blocks.__getitem__)

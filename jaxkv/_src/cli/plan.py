@@ -16,7 +16,6 @@ from jaxkv._src.cli.table import cells, table
 from jaxkv._src.cli.tries import tries
 from jaxkv._src.cli.words import in_flags
 from jaxkv._src.hf_config import (
-    Weights,
     count_weights,
     layers_from_config,
     load_config,
@@ -60,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="BYTES", help="memory for the cache on each GPU: 71.3GiB, 80GB")
     add("--gpu", metavar="NAME", help=f"instead of --memory: {', '.join(sorted(GPUS))}")
     add("--utilization", metavar="SHARE", help="share of the GPU for the engine (default: 0.9)")
-    add("--weights", metavar="BYTES", help="weights of the whole model, or auto (default)")
+    add(
+        "--weights",
+        metavar="BYTES",
+        help="bytes of all weights, in even parts; default: counted",
+    )
     add(
         "--max-model-len",
         metavar="LEN",
@@ -92,8 +95,8 @@ def run(options: argparse.Namespace) -> int:
     """
     question: Question | None = None
     try:
-        question, weights = _read(options)
-        text = _answer(question, weights, options)
+        question = _read(options)
+        text = _answer(question, options)
     except (ValueError, TypeError, NotImplementedError) as error:
         memory = "--memory" if options.memory is not None else "the memory for the cache"
         message = str(error)
@@ -109,15 +112,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(question: Question, weights: Weights | None, options: argparse.Namespace) -> str:
+def _answer(question: Question, options: argparse.Namespace) -> str:
     plan = question.plan()
     if options.json:
-        data = plan_data(question, plan, weights, tries(question))
+        data = plan_data(question, plan, tries(question))
         return json.dumps(data | ({"table": cells(question)} if options.table else {}), indent=2)
-    return table(question) if options.table else page(question, plan, weights, tries(question))
+    return table(question) if options.table else page(question, plan, tries(question))
 
 
-def _read(options: argparse.Namespace) -> tuple[Question, Weights | None]:
+def _read(options: argparse.Namespace) -> Question:
     counts = {
         name: parse_count(given, f"--{name.replace('_', '-')}")
         for name in COUNTS
@@ -126,9 +129,9 @@ def _read(options: argparse.Namespace) -> tuple[Question, Weights | None]:
     check_choice(get_args(Grouping), grouping=options.grouping)
     check_choice(get_args(CacheMode), state_cache_mode=options.state_cache_mode)
     model = _read_model(options, counts)
-    budget, weights = _read_budget(options, model, drafts=counts.get("speculative_tokens", 0) > 0)
+    budget = _read_budget(options, model, drafts=counts.get("speculative_tokens", 0) > 0)
     longest, usual = options.max_model_len, options.request_len
-    question = Question(
+    return Question(
         model=model,
         budget=budget,
         max_model_len=None if longest == "auto" else parse_length(longest, "--max-model-len"),
@@ -139,7 +142,6 @@ def _read(options: argparse.Namespace) -> tuple[Question, Weights | None]:
         grouping=options.grouping,
         **counts,
     )
-    return question, weights
 
 
 def _read_model(
@@ -162,8 +164,8 @@ def _read_model(
 
 def _read_budget(
     options: argparse.Namespace, model: Mapping[str, Any] | SpecsFile, *, drafts: bool
-) -> tuple[Budget, Weights | None]:
-    """Returns the memory for the cache, and the weights where they are counted."""
+) -> Budget:
+    """Returns the memory for the cache."""
     if (options.memory is None) == (options.gpu is None):
         raise ValueError(
             "give either --gpu NAME, such as --gpu h200, or the memory that is left for the cache, "
@@ -179,12 +181,12 @@ def _read_budget(
                 f"--memory={options.memory!r} is {memory_bytes:,} bytes, which holds no cache; "
                 f"give a unit, such as --memory {memory_bytes or 10}GiB"
             )
-        return Budget(memory_bytes=memory_bytes), None
+        return Budget(memory_bytes=memory_bytes)
     gpu_bytes(options.gpu)  # raises if it is not in the table
     share = parse_share(options.utilization or "0.9", "--utilization")
     if options.weights not in (None, "auto"):
         given = parse_bytes(options.weights, "--weights")
-        return Budget(gpu=options.gpu, utilization=share, weights_bytes=given), None
+        return Budget(gpu=options.gpu, utilization=share, weights=given)
     if isinstance(model, SpecsFile):
         raise ValueError(f"--weights=auto reads a configuration, not --specs{REMEDY}")
     try:
@@ -194,4 +196,4 @@ def _read_budget(
             model, kv_dtype=options.kv_dtype
         )  # a model that is not understood at all is refused first
         raise ValueError(f"{error}{REMEDY}") from error
-    return Budget(gpu=options.gpu, utilization=share, weights_bytes=weights.num_bytes), weights
+    return Budget(gpu=options.gpu, utilization=share, weights=weights)

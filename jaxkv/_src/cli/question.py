@@ -1,13 +1,22 @@
 """One planning question of the command line, and its answer. No jax."""
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._src.cli.gpus import Budget
 from jaxkv._src.cli.specs_file import SpecsFile, change_specs
-from jaxkv._src.hf_config import encoder_len, layers_from_config, model_len
+from jaxkv._src.hf_config import (
+    encoder_len,
+    layers_from_config,
+    layers_per_stage,
+    model_len,
+    num_layers,
+)
 from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Grouping, KVCacheCapacityError, Plan, plan_cache
 from jaxkv._src.specs import CacheMode, EncoderOnlySpec, Limits
 
@@ -73,15 +82,15 @@ class Question:
     @property
     def num_gpus(self) -> int:
         """GPUs among which the weights divide."""
-        check_positive(
-            tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel
-        )
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes for the cache on each GPU."""
-        return self.budget.for_cache(self.num_gpus)
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Bytes for the cache on each GPU of each pipeline stage."""
+        check_positive(
+            tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel
+        )
+        return self.budget.for_cache(self.tensor_parallel, self.pipeline_parallel)
 
     def layers(self) -> dict[str, Any]:
         """Returns the layers of one rank; raises as `layers_from_config` does."""
@@ -107,10 +116,12 @@ class Question:
 
     def plan(self) -> Plan:
         """Returns the plan; raises as `plan_cache` and `layers_from_config` do."""
-        stages = split_stages(self.layers(), self.pipeline_parallel)
+        layers = self.layers()
+        total = None if isinstance(self.model, SpecsFile) else num_layers(self.model)
+        stages = split_stages(layers, self.pipeline_parallel, total)
         return plan_cache(
             stages,
-            [self.memory_bytes] * len(stages),
+            self.memory_bytes,
             max_model_len=self.wanted_len,
             fit_max_model_len=self.max_model_len is None,
             num_blocks_override=self.num_blocks_override,
@@ -125,22 +136,30 @@ class Question:
         )
 
 
-def split_stages(layers: Mapping[str, Any], stages: int) -> list[dict[str, Any]]:
-    """Cuts the layers that keep a cache into pipeline stages of about the same number.
+def split_stages(
+    layers: Mapping[str, Any], stages: int, total: int | None = None
+) -> list[dict[str, Any]]:
+    """Cuts the layers that keep a cache into pipeline stages; see `layers_per_stage`.
+
+    Args:
+      layers: layer name -> spec.
+      stages: number of stages. One of them may have no layer that keeps a cache.
+      total: layers of the model, which the names count; None: those that keep a cache.
 
     Raises:
-      ValueError: fewer stages than 1, or more than there are such layers.
+      ValueError: fewer stages than 1, or more than there are layers.
     """
     owners = [name for name, spec in layers.items() if not isinstance(spec, EncoderOnlySpec)]
-    numbers: dict[str, int] = {}
-    for name in owners:
-        numbers.setdefault(layer_of(name), len(numbers))
-    if not 1 <= stages <= max(len(numbers), 1):
-        raise ValueError(f"pipeline_parallel={stages} must lie in 1..{len(numbers)} (layers)")
+    order = list(dict.fromkeys(map(layer_of, owners)))
+    named = [int(layer.rpartition(".")[2]) for layer in order] if total else range(len(order))
+    numbers = dict(zip(order, named, strict=True))
+    counted = max(numbers.values(), default=0) + 1
+    total = total or counted
+    each = cdiv(counted, total)  # a layer of LongCat-Flash counts as two that keep a cache
+    ends = list(itertools.accumulate(layers_per_stage(total, stages)))
     parts: list[dict[str, Any]] = [{} for _ in range(stages)]
     for name in owners:
-        number = numbers[layer_of(name)]
-        parts[number * stages // len(numbers)][name] = layers[name]
+        parts[bisect.bisect_right(ends, numbers[layer_of(name)] // each)][name] = layers[name]
     return parts
 
 

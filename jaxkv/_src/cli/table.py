@@ -54,7 +54,7 @@ def table(question: Question) -> str:
             text = f"{cell['requests']:,} ({cell['bytes_per_request'] / 2**30:.3g})"
         rows.setdefault(cell["kv_dtype"], []).append(text)
     sizes = list(dict.fromkeys(str(cell["block_size"]) for cell in found))
-    room = gib(question.memory_bytes)
+    room = gib(min(question.memory_bytes))
     columns = zip(sizes, zip(*rows.values(), strict=True), strict=True)
     alike = [(list(group), texts) for texts, group in groupby(columns, key=lambda pair: pair[1])]
     sizes = [same[0][0] + (f" to {same[-1][0]}" if same[1:] else "") for same, _ in alike]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -72,7 +73,7 @@ def _changes(question: Question, now: Answer) -> Iterator[Change]:
     if question.num_blocks_override is not None:
         yield {"num_blocks_override": blocks}, "--num-blocks-override", str(blocks)
     else:
-        yield from _more_memory(question, blocks * max(now.plan.bytes_per_block))
+        yield from _more_memory(question, [blocks * size for size in now.plan.bytes_per_block])
     yield {"kv_dtype": "fp8_e4m3"}, "--kv-dtype", "fp8_e4m3"
     if question.num_blocks_override is None:  # with it, larger blocks only mean more memory
         others = [{"block_size": size} for size in BLOCK_SIZES]
@@ -80,15 +81,19 @@ def _changes(question: Question, now: Answer) -> Iterator[Change]:
         yield best, "--block-size", str(best["block_size"])
 
 
-def _more_memory(question: Question, num_bytes: int) -> Iterator[Change]:
-    """Yields the change that gives a cache this memory per GPU: bytes, utilization or ranks."""
+def _more_memory(question: Question, num_bytes: Sequence[int]) -> Iterator[Change]:
+    """Yields the change that gives a cache this memory on each GPU of each stage.
+
+    It is more bytes, a larger share of the GPU, or more ranks.
+    """
     budget = question.budget
     if budget.memory_bytes is not None:
-        value = round_up_gib(num_bytes)
+        value = round_up_gib(max(num_bytes))
         changed = dataclasses.replace(budget, memory_bytes=parse_bytes(value))
         yield {"budget": changed}, "--memory", value
         return
-    wanted = num_bytes + cdiv(budget.weights_bytes, question.num_gpus)
+    weights = budget.weights_per_gpu(question.tensor_parallel, question.pipeline_parallel)
+    wanted = max(map(operator.add, num_bytes, weights))
     share = Fraction(cdiv(100 * wanted, gpu_bytes(budget.gpu)), 100)
     if budget.utilization < share <= MOST_UTILIZATION:
         changed = dataclasses.replace(budget, utilization=share)

@@ -14,7 +14,7 @@ from jaxkv._src.hf_config._reader import QUANTIZATION
 from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, Placed
 from jaxkv._src.hf_config._weights._mixers import mixers
-from jaxkv._src.hf_config._weights._quantization import read_scheme
+from jaxkv._src.hf_config._weights._quantization import Scheme, read_scheme
 from jaxkv._src.hf_config._weights._stages import (
     Part,
     Weights,
@@ -57,14 +57,13 @@ def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights
     fields = Fields(reader.model_type, {**reader.fields, **nested})
     dtype = canonical_dtype(str(reader.named_dtype() or "bfloat16"), "torch_dtype")
     scheme = read_scheme(fields.first(*QUANTIZATION), fields.first("expert_dtype"))
-    parameters, parts = 0, []
-    for layers, matrix in _matrices(config, fields, drafts=drafts):
-        quantised = scheme is not None and scheme.stores(matrix)
-        stored = scheme.num_bytes(matrix) if quantised else packed_bytes(matrix.parameters, dtype)
-        parameters += matrix.parameters
-        parts.append(Part(stored, tuple(layers), matrix.max_ranks))
+    placed = list(_matrices(config, fields, drafts=drafts))
+    parts = [
+        Part(_stored_bytes(matrix, scheme, dtype), tuple(layers), matrix.max_ranks)
+        for layers, matrix in placed
+    ]
     return Weights(
-        parameters=parameters,
+        parameters=sum(matrix.parameters for _, matrix in placed),
         num_bytes=sum(part.num_bytes for part in parts),
         stored=dtype if scheme is None else f"{scheme.name}, {dtype}",
         num_layers=count_layers(fields.model_type, fields.values),
@@ -72,16 +71,22 @@ def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights
     )
 
 
+def _stored_bytes(matrix: Matrix, scheme: Scheme | None, dtype: str) -> int:
+    if scheme is not None and scheme.stores(matrix):
+        return scheme.num_bytes(matrix)
+    return packed_bytes(matrix.parameters, dtype)
+
+
 def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Iterable[Placed]:
     if fields.model_type in ENCODER_DECODERS:
         yield from ENCODER_DECODERS[fields.model_type](fields)
         return
     traits = traits_of(fields.model_type)
+    caches, with_experts = _caches(config, fields), expert_layers(fields)
     yield from _vocabulary(fields, traits, config)
     yield from per_layer_embeddings(fields)
     if fields.model_type == "zamba2":
         yield from zamba2_blocks(fields)
-    caches, with_experts = _caches(config, fields), expert_layers(fields)
 
     def layer(index: int) -> Iterable[Placed]:
         matrices = _layer(fields, traits, index, caches.get(index, {}), with_experts)
