@@ -12,8 +12,8 @@ JOBS ?= 2
 BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
 comma := ,
 
-.PHONY: help demo test bench docs check format wheel-check lane-oldest lane-measured lane-newest lanes \
-	ci clean
+.PHONY: help demo test bench docs check format wheel-check lane-oldest lane-measured lane-newest \
+	lane-gpus lanes ci clean
 
 help:
 	@echo "make demo    serve a small hybrid model, compare it with the model without a cache"
@@ -23,6 +23,7 @@ help:
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make lanes   all tests on the built wheel: oldest, measured and newest Python and jax"
+	@echo "make lane-gpus    compile the kernels for GPUs from Ampere to Blackwell; needs no GPU"
 	@echo "make wheel-check PY=3.13 WITH='jax==0.11.2'  the same on a Python and packages of yours"
 	@echo "make ci      test and lanes: all that has to pass"
 
@@ -59,12 +60,27 @@ lane-newest: PY := 3.13
 wheel-check $(LANES): $(VENV)/.test
 	@JOBS=$(JOBS) PYTHON=$(BIN)/python .ci/wheel-check "$(PY)" $(WITH)
 
-lanes: $(LANES)
+# One compiler and no libraries: what is compiled does not run.
+GPUS := $(VENV)-gpus
+lane-gpus: $(GPUS)/.made
+	@$(GPUS)/bin/python -m pytest -n $(JOBS) -o faulthandler_timeout=0 tests/kernels/test_gpu_targets.py $(ARGS)
+
+$(GPUS)/.made: $(BIN)/python pyproject.toml
+	@echo "installing jaxkv and compilers for GPUs into $(GPUS)"
+	@$(BIN)/python -m venv $(GPUS)
+	@$(GPUS)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[testing]" \
+		pytest pytest-xdist
+	@jax=$$($(GPUS)/bin/python -c 'import jax; print(jax.__version__)'); \
+		$(GPUS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		"jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" nvidia-cuda-nvcc
+	@touch $@
+
+lanes: $(LANES) lane-gpus
 
 ci: test lanes docs
 
 clean:
-	rm -rf $(VENV) demo_output build dist
+	rm -rf $(VENV) $(VENV)-gpus demo_output build dist
 
 # A stamp per extra, so that a second run installs nothing.
 $(VENV)/.%: $(BIN)/python pyproject.toml

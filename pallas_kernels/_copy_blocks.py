@@ -61,15 +61,16 @@ def copy_blocks(
       TypeError: ids that are not int32, or a buffer dtype that the implementation cannot store.
       ValueError: an unknown implementation, a block axis out of range, lists of
         different lengths, or trees that do not match.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old. (On other devices
-        jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, or a GPU that does not run
+        it. (On other devices jax itself refuses to compile the kernel.)
     """
     arguments = flatten_arguments(
         buffers, block_axis, num_ids, sources=sources, destinations=destinations
     )
     masked, ids = mask_noop_pairs(arguments.buffers, arguments.ids)
     mosaic_gpu = functools.partial(_copy_mosaic, disjoint=disjoint)
-    copied = run(masked, ids, implementation, mosaic_gpu=mosaic_gpu, xla=_copy_xla)
+    kernels: Any = {"mosaic_gpu": mosaic_gpu, "xla": _copy_xla}
+    copied = run(masked, ids, implementation, kernel="copy_blocks", **kernels)
     return arguments.rebuild(copied)
 
 

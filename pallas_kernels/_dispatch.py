@@ -1,6 +1,6 @@
 """Choice between the two implementations of a kernel, for each buffer or for a whole call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from jax import Array, lax
@@ -18,10 +18,14 @@ def run(
     operands: Any,
     implementation: Implementation | None,
     *,
+    kernel: _capability.Kernel,
     mosaic_gpu: Kernel,
     xla: Kernel,
 ) -> list[Array]:
     """Runs the given implementation, or with None the best one for each buffer.
+
+    Args:
+      kernel: the Mosaic kernel.
 
     Raises:
       ValueError: an unknown implementation.
@@ -31,11 +35,13 @@ def run(
     check_choice(get_args(Implementation), implementation=implementation)
     match implementation:
         case None:
+            if _capability.why_unsupported([kernel]):
+                return xla(buffers, operands)
             return _run_best(buffers, operands, mosaic_gpu, xla)
         case "xla":
             return xla(buffers, operands)
         case "mosaic_gpu":
-            _check_mosaic(buffers)
+            _check_mosaic(buffers, kernel)
             return mosaic_gpu(buffers, operands)
 
 
@@ -43,6 +49,7 @@ def choose(
     implementation: Implementation | None,
     unsupported: str | None,
     *,
+    kernels: Sequence[_capability.Kernel],
     mosaic_gpu: Callable[[], tuple[Array, ...]],
     xla: Callable[[], tuple[Array, ...]],
 ) -> Any:
@@ -50,6 +57,7 @@ def choose(
 
     Args:
       unsupported: why Mosaic cannot run the call; None: it can.
+      kernels: the Mosaic kernels of the call; if the GPU does not run one of them, XLA runs all.
 
     Raises:
       ValueError: an unknown implementation.
@@ -57,11 +65,11 @@ def choose(
     """
     check_choice(get_args(Implementation), implementation=implementation)
     if implementation == "mosaic_gpu":
-        unsupported = _capability.why_unsupported(any_platform=True) or unsupported
+        unsupported = _capability.why_unsupported(kernels, any_platform=True) or unsupported
         if unsupported:
             raise NotImplementedError(f'implementation="mosaic_gpu": {unsupported}; use "xla"')
         return mosaic_gpu()
-    if implementation == "xla" or unsupported or _capability.default_implementation() == "xla":
+    if implementation == "xla" or unsupported or _capability.why_unsupported(kernels):
         return xla()
     # Chosen when the program is compiled, which may be for the CPU of a machine with a GPU.
     return lax.platform_dependent(cuda=mosaic_gpu, default=xla)
@@ -70,9 +78,9 @@ def choose(
 def _run_best(
     buffers: list[PagedBuffer], operands: Any, mosaic_gpu: Kernel, xla: Kernel
 ) -> list[Array]:
-    """Runs Mosaic on GPUs that support it, for the dtypes that it can store, and XLA otherwise."""
+    """Runs Mosaic for the dtypes that it can store, and XLA otherwise."""
     stored = [buffer for buffer in buffers if _capability.can_store(buffer.pages.dtype)]
-    if _capability.default_implementation() == "xla" or not stored:
+    if not stored:
         return xla(buffers, operands)
     others = [buffer for buffer in buffers if not _capability.can_store(buffer.pages.dtype)]
 
@@ -97,8 +105,8 @@ def _run_best(
     ]
 
 
-def _check_mosaic(buffers: list[PagedBuffer]) -> None:
-    reason = _capability.why_unsupported(any_platform=True)
+def _check_mosaic(buffers: list[PagedBuffer], kernel: _capability.Kernel) -> None:
+    reason = _capability.why_unsupported([kernel], any_platform=True)
     if reason:
         raise NotImplementedError(f'implementation="mosaic_gpu": {reason}; use "xla"')
     for buffer in buffers:

@@ -86,6 +86,14 @@ def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def full_like(array: Array, value: float) -> Array:
+    """Returns an array of one value, like another one of a kernel.
+
+    jax's functions of this kind give it the sharding of a mesh, which kernels cannot take.
+    """
+    return lax.full(array.shape, value, array.dtype)
+
+
 def load(ref: Any, layout: Any) -> Array:
     """Loads numbers as float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)

@@ -62,8 +62,8 @@ def write_rows(
       TypeError: ids or offsets that are not int32, rows of another dtype than pages, or
         a dtype that the implementation cannot store.
       ValueError: an unknown implementation, shapes that do not fit, or ``align`` < 1.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old. (On other devices
-        jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, or a GPU that does not run
+        it. (On other devices jax itself refuses to compile the kernel.)
     """
     pages, rows = as_array("pages", pages), as_array("rows", rows)
     ids, offsets = as_ids(block_ids, "block_ids"), as_ids(offsets, "offsets")
@@ -76,6 +76,7 @@ def write_rows(
         [PagedBuffer(pages, num_blocks=pages.shape[0])],
         (ids, offsets, rows),
         implementation,
+        kernel="write_rows",
         mosaic_gpu=functools.partial(_write_mosaic, align=align),
         xla=functools.partial(_write_xla, align=align),
     )

@@ -50,12 +50,15 @@ def zero_blocks(
       TypeError: ids that are not int32, or a buffer dtype that the implementation cannot store.
       ValueError: an unknown implementation, a block axis out of range, or trees that
         do not match.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old. (On other devices
-        jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, or a GPU that does not run
+        it. (On other devices jax itself refuses to compile the kernel.)
     """
     arguments = flatten_arguments(buffers, block_axis, num_ids, block_ids=block_ids)
     zeroed = run(
-        arguments.buffers, arguments.ids, implementation, mosaic_gpu=_zero_mosaic, xla=_zero_xla
+        *(arguments.buffers, arguments.ids, implementation),
+        kernel="zero_blocks",
+        mosaic_gpu=_zero_mosaic,
+        xla=_zero_xla,
     )
     return arguments.rebuild(zeroed)
 

@@ -617,7 +617,7 @@ def test_the_kernels_that_are_asked_for_get_queries_that_they_take(
 
 @needs_mosaic
 def test_a_gpu_serves_with_the_attention_kernel(monkeypatch) -> None:
-    monkeypatch.setattr(_capability, "why_unsupported", lambda *_: None)
+    monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
     model, params, layers = make_model("fp8_e4m3", is_all_attention=True)
     plan = plan_cache(layers, 2**20, max_model_len=192)
     cache = jaxkv.make_cache(plan, max_requests=4, scales=(0.02, 0.02))

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels._arguments import check_choice
-from pallas_kernels._capability import Implementation
+from pallas_kernels._capability import Implementation, Kernel
 from pallas_kernels._dispatch import choose
 from pallas_kernels._paged_attention.arguments import check_arguments
 from pallas_kernels._paged_attention.limits import why_not_paged_attention
@@ -131,8 +131,9 @@ def paged_attention(
       TypeError: a dtype that is not listed above.
       ValueError: shapes that do not fit, a window, chunk or cap that is not positive, a window or
         chunk with ``interleaving`` or without ``causal``, an unknown implementation.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old, or with arguments
-        that it does not support. (On other devices jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, a GPU that does not run it,
+        or arguments that it does not support. (On other devices jax itself refuses to compile the
+        kernel.)
     """
     rule, arrays = check_arguments(
         *(queries, pages, block_tables, seq_lens, query_start_loc),
@@ -169,9 +170,18 @@ def _run(
         return choose(
             implementation,
             why_not_paged_attention(arrays, rule),
+            kernels=_kernels_of(arrays, rule),
             mosaic_gpu=lambda: _attend_mosaic(arrays, rule),
             xla=lambda: attend_xla(arrays, rule),
         )
+
+
+def _kernels_of(arrays: AttentionArrays, rule: AttentionRule) -> list[Kernel]:
+    """Returns the kernels that a call may launch."""
+    if rule.values_in_keys:
+        return ["latents", "combine_latents"]
+    may_prefill = arrays.query_start_loc is not None or arrays.shared is not None
+    return ["decode", "combine", *(["prefill"] if may_prefill else [])]
 
 
 def _see_nothing(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:

@@ -7,6 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._mosaic import full_like
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.decode_block import (
     COLUMNS,
@@ -91,7 +92,7 @@ class DecodeSteps:
         products = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
         scores, factor = pieces.cap(self.rule, products, scale)
         seen = self._seen(tile, step, holes, shape)
-        scores = lax.select(seen, scores * factor, lax.full_like(scores, -jnp.inf))
+        scores = lax.select(seen, scores * factor, full_like(scores, -jnp.inf))
         highest = lax.max(running.highest, scores.max(axis=0))
         finite = pieces.finite_or_zero(highest)
         shrink = jnp.exp2(running.highest - finite)

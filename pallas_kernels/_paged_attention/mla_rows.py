@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import tiled
+from pallas_kernels._mosaic import full_like, tiled
 from pallas_kernels._paged_attention.decode_block import DecodeShape
 from pallas_kernels._paged_attention.packed import GROUP
 from pallas_kernels._paged_attention.pages import StridedPages
@@ -123,7 +123,7 @@ class WidenedRows(Rows):
         parts = [self._load(stage, first) for first in firsts]
         for first, part in zip(firsts, self._widen(stage, firsts, parts), strict=True):
             if known is not None and first < rule.value_width:
-                part = jnp.where(known, part, jnp.zeros_like(part))
+                part = jnp.where(known, part, full_like(part, 0))
             self.values(place, stage, pl.ds(first, COLUMNS))[...] = part
         plgpu.commit_smem()
 
@@ -196,7 +196,7 @@ class PackedRows(WidenedRows):
             group = first // GROUP
             if group < self.GROUPS:
                 if group not in scales:
-                    own = jnp.where(column == group, loaded, jnp.zeros_like(loaded)).sum(axis=1)
+                    own = jnp.where(column == group, loaded, full_like(loaded, 0)).sum(axis=1)
                     scales[group] = plgpu.layout_cast(own, NARROW.reduce(1))
                 # Through float16, because no conversion to float32 is direct.
                 part = part.astype(jnp.float16).astype(jnp.float32)

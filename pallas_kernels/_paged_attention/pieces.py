@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._mosaic import full_like
 from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.partial import PartialSoftmax as PartialSoftmax
 from pallas_kernels._paged_attention.tiles import AttentionRule
@@ -42,7 +43,7 @@ def add_up(parts: Sequence[PartialSoftmax], *, in_order: bool = False) -> Partia
     for part in parts[1:]:
         highest = lax.max(highest, part.highest)
     finite = finite_or_zero(highest)
-    out, total = lax.full_like(parts[0].out, 0), lax.full_like(parts[0].total, 0)
+    out, total = full_like(parts[0].out, 0), full_like(parts[0].total, 0)
     last_axes = range(out.ndim - highest.ndim, out.ndim)
     for part in parts:
         weight = jnp.exp2(part.highest - finite)
@@ -53,7 +54,7 @@ def add_up(parts: Sequence[PartialSoftmax], *, in_order: bool = False) -> Partia
 
 def finite_or_zero(highest: Array) -> Array:
     """Replaces -inf, of what sees no key, because -inf - -inf is NaN."""
-    return lax.select(highest > -jnp.inf, highest, lax.full_like(highest, 0))
+    return lax.select(highest > -jnp.inf, highest, full_like(highest, 0))
 
 
 def normalize(
@@ -68,7 +69,7 @@ def normalize(
     shrink = jnp.exp2(highest - finite)
     total = total * shrink + jnp.exp2(sinks - finite)
     # Without a seen key, total is 0: the output is 0, and its logarithm -inf, as wanted.
-    weight = shrink * value_scale / lax.select(total > 0, total, lax.full_like(total, 1))
+    weight = shrink * value_scale / lax.select(total > 0, total, full_like(total, 1))
     return weight, jnp.log(total) + finite * (1 / LOG2E)
 
 
@@ -240,4 +241,4 @@ def zero_unseen(
     keys = row + key
     known = steps.held(row + lax.rem(key, steps.size), holes)
     known &= (keys >= begin) & (keys < end)
-    target[...] = lax.select(known, values, lax.full_like(values, 0))
+    target[...] = lax.select(known, values, full_like(values, 0))

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import call_unfused, store, tiled
+from pallas_kernels._mosaic import call_unfused, full_like, store, tiled
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.decode_block import Outputs
 from pallas_kernels._paged_attention.limits import GRANULE
@@ -611,7 +611,7 @@ class _Prefiller:
 
         def mask(scores: Array) -> tuple[Array, Array]:
             seen = self._seen(item, position, step)
-            unseen = lax.full_like(scores, UNSEEN)
+            unseen = full_like(scores, UNSEEN)
             return lax.select(seen, scores * scale, unseen), jnp.float32(1)
 
         is_full = (step >= item.tile.full_begin) & (step < item.tile.full_end)
@@ -684,7 +684,7 @@ class _Prefiller:
         # Rows that saw no key have added up values that they do not see, which may be infinite.
         seen = running.highest > UNSEEN
         out = lax.broadcast_in_dim(seen, running.out.shape, [0])
-        out = lax.select(out, running.out, lax.full_like(running.out, 0))
+        out = lax.select(out, running.out, full_like(running.out, 0))
         for first, width in self.rule.windows:
             part = lax.slice(out, (0, first), (ROWS, first + width))
             part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -709,7 +709,7 @@ class _Prefiller:
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
         # The output of a query that saw no key may be infinite.
         seen = lax.broadcast_in_dim(seen, out.shape, [0])
-        out = lax.select(seen, out, lax.full_like(out, 0)).astype(self.rule.out_dtype)
+        out = lax.select(seen, out, full_like(out, 0)).astype(self.rule.out_dtype)
         width = self.shape.staged_width
         for start in range(0, self.rule.value_width, width):
             first = min(start, self.rule.value_width - width)  # the last part may overlap

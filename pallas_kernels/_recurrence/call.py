@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels._arguments import as_array, as_dtype, check_type
-from pallas_kernels._capability import Implementation
+from pallas_kernels._capability import Implementation, Kernel
 from pallas_kernels._dispatch import choose
 from pallas_kernels._recurrence.arguments import (
     DTYPES,
@@ -17,7 +17,12 @@ from pallas_kernels._recurrence.arguments import (
     check_tokens,
 )
 from pallas_kernels._recurrence.conv_xla import convolve_xla
-from pallas_kernels._recurrence.limits import why_not_convolution, why_not_step
+from pallas_kernels._recurrence.limits import (
+    MAX_STEP_TOKENS,
+    why_not_convolution,
+    why_not_prompt,
+    why_not_step,
+)
 from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.xla import recur_xla
@@ -190,8 +195,8 @@ def causal_conv1d(
     Raises:
       TypeError: ids that are not int32, a dtype that is not a float of 16 or 32 bits.
       ValueError: shapes that do not fit, or an unknown implementation.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old, or with arguments
-        that it does not support.
+      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, a GPU that does not run it,
+        or arguments that it does not support.
     """
     check_type(Convolution, convolution=convolution)
     inputs = as_array("inputs", inputs)
@@ -206,6 +211,7 @@ def causal_conv1d(
     return choose(
         implementation,
         unsupported,
+        kernels=["convolution"],
         mosaic_gpu=functools.partial(_convolve_mosaic, *given, most),
         xla=functools.partial(_convolve_xla, *given),
     )
@@ -225,9 +231,17 @@ def _run(
         shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)
         return tokens.states.data, jnp.zeros(shape, out)
     given = rule, tokens, requests, conv
+    kernels: list[Kernel] = ["recurrent_step"]
+    if conv is not None and not why_not_convolution(conv):
+        kernels.append("convolution")
+    # Without a choice, XLA runs the prompts of GPUs that do not run this kernel.
+    may_prompt = most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens, out)
+    if implementation == "mosaic_gpu" and may_prompt:
+        kernels.append("recurrent_prompt")
     return choose(
         implementation,
-        why_not_step(rule, tokens),
+        why_not_step(rule, tokens, requests, most),
+        kernels=kernels,
         mosaic_gpu=functools.partial(_run_mosaic, *given, most, out),
         xla=functools.partial(_run_xla, *given, out),
     )

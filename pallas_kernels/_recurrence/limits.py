@@ -4,7 +4,9 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels._recurrence.rule import Convolution, Rule, Tokens
+from pallas_kernels import _capability
+from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+from pallas_kernels._recurrence.step_shape import step_shape
 
 MAX_STEP_TOKENS = 8  # of a request, for the kernels of a step
 MAX_WIDTH = 256  # of keys and of values
@@ -12,8 +14,13 @@ THREADS, ACCESS_BYTES = 128, 16
 INT32_MAX = 2**31 - 1
 
 
-def why_not_step(rule: Rule, tokens: Tokens) -> str | None:
-    """Returns why the Mosaic kernel of a step does not support a call, or None if it does."""
+def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> str | None:
+    """Returns why the Mosaic kernel of a step does not support a call, or None if it does.
+
+    Args:
+      most: most tokens of a request; of those with more than `MAX_STEP_TOKENS`, others than the
+        kernel of a step take care.
+    """
     states, item = tokens.states, tokens.states.itemsize
     inner = min(item, tokens.inputs.dtype.itemsize)
     line = 128 // inner  # elements of a memory transaction
@@ -29,6 +36,13 @@ def why_not_step(rule: Rule, tokens: Tokens) -> str | None:
         return f"states, or the bytes between them, are not multiples of {row} bytes"
     if states.data.size * states.data.dtype.itemsize // row > INT32_MAX:
         return "pages have more rows than int32 counts"
+    few = most if most <= MAX_STEP_TOKENS else 1
+    needed = step_shape(rule, tokens, requests, None, few).shared_bytes
+    if needed > (limit := _capability.shared_memory_bytes()):
+        return (
+            f"keys are {rule.key_size} wide and values {rule.value_size}, for which the kernel "
+            f"needs {needed} bytes of shared memory, and this GPU has {limit}"
+        )
     return None
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import _capability
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.conv import convolve_step
 from pallas_kernels._recurrence.conv_xla import convolve_xla
@@ -32,7 +33,10 @@ def run_mosaic(
       out: dtype of the outputs.
     """
     spans, count = requests.spans, tokens.inputs.shape[0]
-    by_kernels = most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens, out)
+    by_kernels = most > MAX_STEP_TOKENS and not (
+        why_not_prompt(rule, tokens, out)
+        or _capability.why_unsupported(["recurrent_prompt"], any_platform=True)
+    )
     if conv is not None and not can_fuse(rule, tokens, requests, conv):
         rows = count + (-count % CHUNK if by_kernels else 0)
         tokens = tokens.after(*convolve_mosaic(conv, tokens.inputs, requests, most, rows))

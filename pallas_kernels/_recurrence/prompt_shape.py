@@ -111,4 +111,4 @@ def zero_rows(ref: Any, begin: Array, end: Array) -> None:
         part = ref.at[:, pl.ds(column, CHUNK)]
         values = plgpu.load(part, layout=TILE)
         row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=TILE)
-        part[...] = jnp.where((row >= begin) & (row < end), values, jnp.zeros_like(values))
+        part[...] = jnp.where((row >= begin) & (row < end), values, _mosaic.full_like(values, 0))

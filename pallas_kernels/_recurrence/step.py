@@ -88,19 +88,11 @@ def _is_same(a: Array | int, b: Array | int) -> bool:
 
 
 def _scratch(shape: StepShape) -> list[Any]:
-    rule, channels = shape.rule, shape.channels
-    fused = shape.conv_width > 0
     copies = (shape.staged + shape.conv_rows) * (2 + shape.heads)
-    scratch = [
-        plgpu.SMEM((shape.stages, shape.rows, rule.key_size), shape.page),
-        plgpu.SMEM((shape.staged, channels // shape.packed), shape.page if fused else shape.inner),
-    ]
-    if shape.decay_per_key:
-        copies += shape.tokens * shape.heads
-        scratch.append(plgpu.SMEM((shape.tokens, shape.heads * rule.key_size), jnp.float32))
-    if fused:
-        scratch.append(plgpu.SMEM((shape.conv_rows, channels // shape.packed), shape.page))
-        scratch.append(outputs_scratch(shape))
+    copies += shape.tokens * shape.heads if shape.decay_per_key else 0
+    scratch: list[Any] = [plgpu.SMEM(size, dtype) for size, dtype in shape.scratch]
+    if shape.conv_width:
+        scratch[-1] = outputs_scratch(shape)
     return [
         *scratch,
         plgpu.Barrier(num_barriers=shape.stages),
@@ -129,4 +121,7 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
     aligned &= (rule.columns * pages.itemsize) % segment_bytes == 0
     items = requests.batch * rule.key_heads
     enough = items >= LEAST_ITEMS * _capability.SMS_WITHOUT_GPU or rule.group <= 4
-    return bool(same and aligned and enough)
+    if not (same and aligned and enough):
+        return False
+    needed = step_shape(rule, tokens, requests, conv, 1).shared_bytes
+    return needed <= _capability.shared_memory_bytes()

@@ -1,7 +1,7 @@
 """The constants of the kernel of a recurrent step."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,6 +10,8 @@ from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 
 PIECE_BYTES = 16 * 1024  # of a state, that a thread block works on at once
 STAGES = 4  # pieces that a thread block holds
+SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
+BARRIER_BYTES = 8
 
 
 class StepShape(NamedTuple):
@@ -65,6 +67,29 @@ class StepShape(NamedTuple):
     def staged(self) -> int:
         """Returns the vectors of inputs of an item."""
         return self.conv_width or self.tokens
+
+    @property
+    def scratch(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Returns shape and dtype of each array in shared memory."""
+        rule, channels, fused = self.rule, self.channels, self.conv_width > 0
+        inputs = self.page if fused else self.inner
+        arrays: list[tuple[tuple[int, ...], Any]] = [
+            ((self.stages, self.rows, rule.key_size), self.page),
+            ((self.staged, channels // self.packed), inputs),
+        ]
+        if self.decay_per_key:
+            arrays.append(((self.tokens, self.heads * rule.key_size), jnp.float32))
+        if fused:
+            arrays.append(((self.conv_rows, channels // self.packed), self.page))
+            arrays.append(((channels,), jnp.float32))  # outputs of the convolution
+        return arrays
+
+    @property
+    def shared_bytes(self) -> int:
+        """Returns the bytes of shared memory, with those of barriers."""
+        sizes = [math.prod(size) * jnp.dtype(dtype).itemsize for size, dtype in self.scratch]
+        arrays = sum(-(-size // SHARED_ALIGN) * SHARED_ALIGN for size in sizes)
+        return arrays + BARRIER_BYTES * (self.stages + 1)
 
     def segments(self, head: Array, key_head: Array) -> list[tuple[int, Array, int]]:
         """Returns (place among its inputs, first column, width) of the inputs of an item.

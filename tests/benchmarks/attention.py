@@ -177,7 +177,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     for spec in by_size(full=SPECS, small=small, smallest=small[:1]):
         spec = spec.shorter(by_size(full=1, small=32, smallest=128))
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes)
-        ours = add(default_implementation(), time_ours(spec))
+        ours = add(default_implementation("decode"), time_ours(spec))
         if ours.kernels is not None:
             report.note(f"{spec.num_operations / ours.kernels / 1e12:.0f} TFLOP/s")
         if spec.name in REPRODUCIBLE:

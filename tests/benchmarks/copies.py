@@ -21,7 +21,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         add = functools.partial(report.add, case.name, num_bytes=moved)
         fresh = functools.partial(copy_blocks, disjoint=True)
         xla = functools.partial(copy_blocks, implementation="xla")
-        ours = add(f"{default_implementation()}, fresh", time_copies(case, fresh))
+        ours = add(f"{default_implementation('copy_blocks')}, fresh", time_copies(case, fresh))
         add("may overlap", time_copies(case, copy_blocks), base=ours)
         add("XLA", time_copies(case, xla), base=ours)
         add("XLA, uint32", time_copies(case, xla, "uint32"), base=ours)

@@ -100,7 +100,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         spec = spec.smaller(by_size(full=1, small=16, smallest=64))
         is_step = max(spec.counts) <= 8
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes * is_step)
-        ours = add(default_implementation(), time_ours(spec))
+        ours = add(default_implementation("recurrent_step"), time_ours(spec))
         if ON_GPU and not spec.drafts and (is_step or spec.rule == "delta per key"):
             add("XLA", time_ours(spec, "xla"), base=ours)
         if peer is not None and peer.has_tables and spec.rule != "delta per key":

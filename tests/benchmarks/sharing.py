@@ -65,7 +65,7 @@ def run(report: Report, _: VllmPeer | None) -> None:
         spec = by_size(full=spec, small=spec.shorter(32), smallest=spec.shorter(64))
         ours = report.add(spec.name, "read once", _time(spec, once=True), num_bytes=spec.num_bytes)
         report.add(spec.name, "read by each", _time(spec, once=False), base=ours)
-    report.note(f"by {default_implementation()}")
+    report.note(f"by {default_implementation('decode')}")
     _time_host(report)
 
 

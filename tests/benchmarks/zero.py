@@ -19,7 +19,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         case = case._replace(blocks=max(8, case.blocks // fewer), ids=max(1, case.ids // fewer))
         ids = np.random.default_rng(0).permutation(np.arange(1, case.blocks))[: case.ids]
         add = functools.partial(report.add, case.name, num_bytes=case.num_bytes)
-        ours = add(default_implementation(), time_jax(case, ids, _ours))
+        ours = add(default_implementation("zero_blocks"), time_jax(case, ids, _ours))
         add("XLA, unique ids", time_jax(case, ids, _xla_unique, "uint32"), base=ours)  # its best
         add("XLA, raw bytes", time_jax(case, ids, _xla_unique), base=ours)
         add("XLA fill", time_fill(case), base=ours)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,21 +29,45 @@ def test_the_default_suits_the_device() -> None:
     assert default_implementation() == ("mosaic_gpu" if ON_GPU and HAS_MOSAIC else "xla")
 
 
+# By hand, from NVIDIA's PTX manual: wgmma is for sm_90a alone, TMA and stmatrix from sm_90 on.
+BY_WGMMA = {"decode", "prefill", "latents", "recurrent_prompt"}
+BY_TMA = {"combine", "recurrent_step"}
+RUNS = {
+    "7.5": set(),
+    "8.0": set(get_args(_capability.Kernel)) - BY_WGMMA - BY_TMA,
+    "8.9": set(get_args(_capability.Kernel)) - BY_WGMMA - BY_TMA,
+    "9.0": set(get_args(_capability.Kernel)),
+    "10.0": set(get_args(_capability.Kernel)) - BY_WGMMA,
+    "10.3": set(get_args(_capability.Kernel)) - BY_WGMMA,
+    "12.0": set(get_args(_capability.Kernel)) - BY_WGMMA,
+    "13.7": set(get_args(_capability.Kernel)) - BY_WGMMA,
+    "": set(),
+}
+
+
 @needs_mosaic
-def test_a_gpu_that_is_too_old_is_named(monkeypatch) -> None:
-    pretend(monkeypatch, Gpu("8.6", 84))
-    assert default_implementation() == "xla"
-    for any_platform in (False, True):
-        reason = _capability.why_unsupported(any_platform)
-        told = "Mosaic kernels need compute capability 9.0 or higher, and this GPU has 8.6"
-        assert reason == told
+@pytest.mark.parametrize("capability", RUNS)
+def test_a_gpu_runs_the_kernels_of_its_instructions_and_xla_for_others(
+    capability: str, monkeypatch
+) -> None:
+    pretend(monkeypatch, Gpu(capability, 84))
+    for kernel in get_args(_capability.Kernel):
+        runs = kernel in RUNS[capability]
+        assert default_implementation(kernel) == ("mosaic_gpu" if runs else "xla")
+        reason = _capability.why_unsupported([kernel], any_platform=True)
+        assert (reason is None) == runs
+        if reason is not None:
+            assert f"the kernel {kernel!r} needs compute capability" in reason
+            assert reason.endswith(f"this GPU has {capability or '0.0'}")
+    assert default_implementation() == ("mosaic_gpu" if capability == "9.0" else "xla")
+    with pytest.raises(ValueError, match=r"kernels: 'attend' is none of 'zero_blocks'"):
+        default_implementation("attend")  # pyrefly: ignore[bad-argument-type]
 
 
 @needs_mosaic
 @pytest.mark.parametrize("gpu", [Gpu("9.0", 132), Gpu("10.0", 148)], ids=str)
 def test_a_grid_has_its_thread_blocks_on_every_sm(gpu, monkeypatch) -> None:
     pretend(monkeypatch, gpu)
-    assert default_implementation() == "mosaic_gpu"
     assert _capability.max_thread_blocks(4) == 4 * gpu.core_count
 
 
@@ -55,10 +79,7 @@ def test_a_call_runs_by_mosaic_where_the_call_and_the_device_allow(
     on_gpu: bool, implementation: Any, unsupported: str | None, monkeypatch
 ) -> None:
     """Without a choice, XLA stands by for a program that is compiled for another device."""
-    default = None if on_gpu else "no GPU"
-    monkeypatch.setattr(
-        _capability, "why_unsupported", lambda any_platform=False: None if any_platform else default
-    )
+    monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0) if on_gpu else None)
     traced: list[str] = []
 
     def run(name: str) -> tuple[jax.Array]:
@@ -67,7 +88,7 @@ def test_a_call_runs_by_mosaic_where_the_call_and_the_device_allow(
 
     def call() -> Any:
         kernels = {name: lambda name=name: run(name) for name in ("mosaic_gpu", "xla")}
-        return choose(implementation, unsupported, **kernels)
+        return choose(implementation, unsupported, kernels=["decode"], **kernels)
 
     if implementation == "mosaic_gpu" and unsupported:
         with pytest.raises(NotImplementedError, match='"mosaic_gpu": the call is odd; use "xla"'):

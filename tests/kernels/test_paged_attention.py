@@ -744,7 +744,7 @@ def test_the_kernels_count_in_int32_under_x64_too() -> None:
 
 @needs_mosaic
 def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
-    monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
+    monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
     arguments = PLAIN.arguments(per_request=True)
     assert lower(paged_attention, arguments).count("custom_call @mosaic_gpu") == PLAIN.launches
     assert "mosaic_gpu" not in lower(paged_attention, arguments, "cpu")

@@ -233,7 +233,7 @@ def test_a_kernel_counts_in_int32_under_x64_too(subject: Subject) -> None:
 def test_without_a_choice_every_dtype_is_served(on_gpu, subject, monkeypatch) -> None:
     """Buffers that Mosaic cannot store are left to XLA, also next to others that it can."""
     if on_gpu:  # as kernels see it; the program is for the device that is there
-        monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
+        monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
     pages, *operands = subject.make(1056, "int8")
 
     @jax.jit
@@ -267,7 +267,7 @@ def test_rows_need_not_be_real_numbers(dtype: str) -> None:
 @each_subject
 def test_the_device_of_a_program_decides_and_not_the_default(subject: Subject, monkeypatch) -> None:
     """One program serves CUDA and the CPU, on a machine whose default device is a GPU."""
-    monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
+    monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
     arguments = subject.make(1056)
     with jax.default_device(jax.devices("cpu")[0]):
         got = jax.jit(subject.kernel)(*map(jnp.array, arguments))
@@ -278,7 +278,7 @@ def test_the_device_of_a_program_decides_and_not_the_default(subject: Subject, m
 @needs_mosaic
 @pytest.mark.parametrize(("n", "dtype"), [(511, "uint8"), (512, "uint8"), (255, "f"), (128, "f")])
 def test_rows_of_half_a_kilobyte_are_written_by_mosaic(n: int, dtype: str, monkeypatch) -> None:
-    monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
+    monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
     text = lower(write_rows, jnp.zeros((4, 512), dtype), IDS, IDS, jnp.zeros((2, n), dtype))
     assert len(launches(text)) == (n * jnp.dtype(dtype).itemsize >= 512)
 
@@ -437,7 +437,7 @@ def test_an_old_jax_is_told_what_mosaic_needs(subject: Subject, monkeypatch) -> 
     with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, and this is jax 0\.10\.2; use"):
         subject.kernel(*subject.make(256), implementation="mosaic_gpu")
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
-    assert _capability.why_unsupported(any_platform=True) is None
+    assert _capability.why_unsupported(["decode"], any_platform=True) is None
 
 
 def of_bytes(*shape: int) -> jax.ShapeDtypeStruct:

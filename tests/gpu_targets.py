@@ -1,0 +1,234 @@
+"""Compiles what the library chooses for a kind of GPU, down to machine code, without a GPU.
+
+``python -m tests.gpu_targets 8.6`` prints a line of JSON for each case: its name, and the Mosaic
+kernels that it launches. jaxlib fixes the target at its first compilation, so that each kind of GPU
+needs a process of its own. It needs jax's CUDA plugin and ptxas: `make lane-gpus` installs them.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+import pallas_kernels as kernels
+from jaxkv.step import COMPILER_OPTIONS
+from pallas_kernels import _capability
+
+KB = 1024
+KERNELS = (
+    "zero_blocks",
+    "copy_blocks",
+    "write_rows",
+    "causal_conv1d",
+    "causal_conv1d_tiles",
+    "recurrent_step",
+    "recurrent_prompt_parts",
+    "recurrent_prompt_states",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "paged_attention_combine",
+    "paged_attention_mla_decode",
+    "paged_attention_mla_combine",
+)
+
+
+class Target(NamedTuple):
+    """A kind of GPU: its SMs, and the shared memory of an SM and of a thread block in KB."""
+
+    name: str
+    sms: int
+    shared: int
+    per_block: int
+
+
+# NVIDIA's CUDA programming guide, "technical specifications per compute capability".
+TARGETS = {
+    "8.0": Target("NVIDIA A100-SXM4-80GB", 108, 164, 163),
+    "8.6": Target("NVIDIA GeForce RTX 3090", 82, 100, 99),
+    "8.9": Target("NVIDIA L40S", 142, 100, 99),
+    "9.0": Target("NVIDIA H200", 132, 228, 227),
+    "10.0": Target("NVIDIA B200", 148, 228, 227),
+    "10.3": Target("NVIDIA GB300", 152, 228, 227),
+    "12.0": Target("NVIDIA GeForce RTX 5090", 170, 100, 99),
+}
+
+
+def config_of(capability: str) -> str:
+    """Returns what XLA wants to know of a GPU."""
+    target, (major, minor) = TARGETS[capability], capability.split(".")
+    features = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          shared_memory_per_block: {48 * KB} shared_memory_per_core: {target.shared * KB}
+          shared_memory_per_block_optin: {target.per_block * KB}
+          core_count: {target.sms} fpus_per_core: 128 clock_rate_ghz: 1.8
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          memory_bandwidth: 2000000000000 device_memory_size: 80000000000 l2_cache_size: 41943040
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+          cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
+        device_description_str: "{target.name}"
+    """
+
+
+def pretend(capability: str) -> None:
+    """Lets the library and Mosaic see a default device of this kind."""
+    from jax.experimental.mosaic.gpu import core, utils
+
+    major, minor = map(int, capability.split("."))
+    _capability.compute_capability = lambda: (major, minor)
+    utils._infer_arch = lambda: (major, minor)  # 9.0 otherwise
+    core._SMEM_SIZE_BOUND = TARGETS[capability].per_block * KB  # a kernel with more is an error
+
+
+def lower(run: Any, arguments: Any, where: Any = None) -> tuple[Any, list[str]]:
+    """Lowers a function for CUDA. Returns it, and the Mosaic kernels that it launches."""
+    arguments = jax.tree.map(lambda a: struct(a.shape, a.dtype, sharding=where), arguments)
+    traced = jax.jit(run, compiler_options=COMPILER_OPTIONS).trace(*arguments)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    calls = [line for line in lowered.as_text().splitlines() if "custom_call @mosaic_gpu" in line]
+    found = [[name for name in KERNELS if f"{name}\\00" in call] for call in calls]
+    assert all(found), "a kernel that KERNELS lacks"
+    return lowered, sorted({max(names, key=len) for names in found})
+
+
+# --- kernels --------------------------------------------------------------------------
+
+struct = jax.ShapeDtypeStruct
+BF16, F32, FP8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
+IDS = struct((4,), jnp.int32)
+STARTS = struct((5,), jnp.int32)
+TABLES = struct((4, 64), jnp.int32)
+
+
+def write_all(pages: Any, ids: Any, rows: Any) -> Any:
+    """Rows that are moved by 16 bytes, and ones that are moved by elements."""
+    write = functools.partial(kernels.write_rows, block_ids=ids, offsets=ids)
+    pages = [write(data, rows=row, align=1024) for data, row in zip(pages, rows, strict=True)]
+    return [*pages[:-1], write(pages[-1], rows=rows[-1][:, 1:])]
+
+
+def moving() -> Iterator[tuple[str, Any, Any]]:
+    dtypes = [*map(jnp.dtype, _capability.DTYPES)]
+    pages = [struct((8, 4096), dtype) for dtype in dtypes]
+    yield "zero", kernels.zero_blocks, (pages, IDS)
+    yield "zero, odd", kernels.zero_blocks, (struct((8, 515), jnp.uint8), IDS)
+    yield "copy", kernels.copy_blocks, (pages, IDS, IDS)
+    yield "copy, odd", kernels.copy_blocks, (struct((8, 515), jnp.uint8), IDS, IDS)
+    yield "write", write_all, (pages, IDS, [struct((4, 1024), dtype) for dtype in dtypes])
+
+
+def attention() -> Iterator[tuple[str, Any, Any]]:
+    for name, dtype in (("", BF16), (", fp8", FP8), (", int8", jnp.int8)):
+        pages, latents = struct((99, 16, 2, 256), dtype), struct((99, 16, 1, 576), dtype)
+        given = struct((4, 16, 128), BF16), pages, TABLES, IDS
+        yield f"decode{name}", kernels.paged_attention, given
+        given = struct((256, 16, 128), BF16), pages, TABLES, IDS, STARTS
+        yield f"prompts{name}", kernels.paged_attention, given
+        attend = functools.partial(kernels.paged_attention, value_width=512)
+        given = struct((4, 16, 576), BF16), latents, TABLES, IDS
+        yield f"latents{name}", attend, given
+    packed = functools.partial(kernels.paged_attention, value_width=512, row_packing="fp8_ds_mla")
+    given = struct((4, 16, 576), BF16), struct((99, 64, 1, 656), jnp.uint8), TABLES, IDS
+    yield "latents, packed", packed, given
+
+
+def convolve(dtype: Any, inputs: Any, weights: Any, bias: Any, data: Any, *ids: Any) -> Any:
+    pages = kernels.StatePages(data, dtype, (3, inputs.shape[1]), num_pages=8)
+    return kernels.causal_conv1d(inputs, kernels.Convolution(pages, weights, bias), *ids)
+
+
+def delta(inputs: Any, decay: Any, beta: Any, data: Any, *ids: Any) -> Any:
+    states = kernels.StatePages(data, F32, (4, 128, 128), num_pages=8)
+    return kernels.gated_delta_rule(inputs, decay, beta, states, *ids, num_key_heads=2)
+
+
+def recurrences() -> Iterator[tuple[str, Any, Any]]:
+    for name, dtype in (("", BF16), (", f16", jnp.float16), (", f32", F32)):
+        rest = struct((4, 512), dtype), struct((512,), dtype), struct((8, 3 * 512), dtype), IDS, IDS
+        run = functools.partial(convolve, dtype)
+        yield f"convolution{name}", run, (struct((4, 512), dtype), *rest)
+        yield f"convolution, prompts{name}", run, (struct((128, 512), dtype), *rest, STARTS)
+    for name, key in (("", ()), (", decay per key", (128,))):
+        for tokens, starts in ((4, []), (256, [STARTS])):
+            given = struct((tokens, 8 * 128), BF16), struct((tokens, 4, *key), F32)
+            given = *given, struct((tokens, 4), F32), struct((8, 4 * 128 * 128), F32), IDS, IDS
+            if key or not starts:  # without, prompts are part of the step
+                yield f"gated delta of {tokens}{name}", delta, (*given, *starts)
+
+
+# --- whole steps ----------------------------------------------------------------------
+
+KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
+LAYERS: dict[str, Any] = {
+    "full": jaxkv.FullAttentionSpec(**KV),
+    "window": jaxkv.SlidingWindowSpec(sliding_window=20, **KV),
+    "chunk": jaxkv.ChunkedAttentionSpec(chunk_size=32, **KV),
+    "latent": jaxkv.MLASpec(block_size=16, head_size=192, value_size=128),
+    "delta": jaxkv.StateSpec(
+        block_size=16, shapes=((3, 512), (2, 128, 128)), dtypes=("bf16", "f32")
+    ),
+    "mamba": jaxkv.StateSpec(block_size=16, shapes=((3, 256), (2, 64, 64)), dtypes=("bf16", "f32")),
+    "conv": jaxkv.StateSpec(block_size=16, shapes=((3, 256),), dtypes=("bf16",)),
+}
+
+
+def run_step(x: Any, cache: Any, upload: Any) -> Any:
+    """Runs each layer on the same inputs, bf16[T, 512]."""
+    step = jaxkv.StepContext(cache, upload, token_ids=jnp.zeros(len(x), jnp.int32))
+    gates, heads, out = x[:, :2], x[:, :256].reshape(-1, 4, 64), []
+    for layer in LAYERS:
+        if layer == "latent":
+            out.append(step.attend(layer, x[:, :384].reshape(-1, 2, 192), x[:, :192]))
+        elif layer == "delta":
+            weights = {"conv_weights": jnp.ones((4, 512), BF16), "num_key_heads": 1}
+            out.append(step.gated_delta(layer, x, -gates, gates, **weights))
+        elif layer == "mamba":
+            weights = {"conv_weights": jnp.ones((4, 256), BF16), "num_groups": 1}
+            out.append(step.mamba2(layer, x[:, :256], -gates, gates, **weights))
+        elif layer == "conv":
+            out.append(step.short_conv(layer, x[:, :256], conv_weights=jnp.ones((4, 256), BF16)))
+        else:
+            out.append(step.attend(layer, heads, heads[:, :2], heads[:, 2:]))
+    return step.done(), out
+
+
+def steps() -> Iterator[tuple[str, Any, Any]]:
+    plan = jaxkv.plan_cache(
+        LAYERS, 2**40, max_model_len=96, num_blocks_override=64, override_beyond_memory=True
+    )
+    cache = jaxkv.make_cache(plan, max_requests=4)
+    for name, tokens in (("decodes", 4), ("prompts", 128)):
+        most = 1 if name == "decodes" else tokens
+        shape = jaxkv.StepShape.for_plan(
+            plan, max_requests=4, max_tokens=tokens, max_query_len=most
+        )
+        yield f"a step of {name}", run_step, (struct((tokens, 512), BF16), cache, shape.idle())
+
+
+def main(capability: str) -> None:
+    from jax.experimental import topologies
+
+    given = {"topology": "1x1x1", "target_config": config_of(capability)}
+    topology = topologies.get_topology_desc(platform="cuda", **given)
+    where = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    pretend(capability)
+    for cases in (moving, attention, recurrences, steps):
+        for name, run, arguments in cases():
+            print(json.dumps(name), end=": ", flush=True)  # if the compiler ends the process
+            lowered, found = lower(run, arguments, where)
+            # XLA's own kernels take long, and are compiled as a part of the steps.
+            if found or cases is steps:
+                lowered.compile()
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
