@@ -215,10 +215,10 @@ MISTAKES = {
         TypeError,
         "shapes must be a list, each entry a tuple of ints; got 4",
     ),
-    "a size of NumPy": (
-        lambda s: FullAttentionSpec(block_size=np.int64(16), num_kv_heads=1, head_size=4),
+    "a size in an array": (
+        lambda s: FullAttentionSpec(block_size=np.array(16), num_kv_heads=1, head_size=4),
         TypeError,
-        r"block_size must be an int, got np.int64\(16\) \(int64\); pass int\(...\)",
+        r"block_size must be an int, got array\(16\) \(ndarray\); pass int\(...\)",
     ),
     # --- cache, manager and shape ---
     **{

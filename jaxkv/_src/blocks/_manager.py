@@ -28,6 +28,7 @@ from jaxkv._src.internal.checks import (
     check_name,
     check_number,
     check_positive,
+    plain_ints,
 )
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan, check_rows
@@ -75,6 +76,7 @@ class BlockManager:
     raise RuntimeError.
     """
 
+    @plain_ints
     def __init__(
         self,
         plan: Plan,
@@ -200,6 +202,7 @@ class BlockManager:
     # --- requests -----------------------------------------------------------------
 
     @_alone
+    @plain_ints
     def start(
         self,
         request: Hashable,
@@ -256,6 +259,7 @@ class BlockManager:
         return self._prefixes.start(row, *looked_up)
 
     @_alone
+    @plain_ints
     def fork(
         self, donor: Hashable, into: Sequence[Hashable], *, num_tokens: int | None = None
     ) -> None:
@@ -376,6 +380,7 @@ class BlockManager:
         return exported(self._state, self._rows.row(request))
 
     @_alone
+    @plain_ints
     def import_blocks(self, request: Hashable, num_tokens: int) -> HandedBlocks:
         """Starts a request that has computed its first tokens in another cache.
 

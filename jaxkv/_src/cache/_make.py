@@ -19,6 +19,7 @@ from jaxkv._src.internal.checks import (
     check_kind,
     check_number,
     check_positive,
+    plain_ints,
 )
 from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import Order, blocks_per_kv_block, plan_buffers
@@ -28,6 +29,7 @@ Scale = tuple[float | Array, float | Array]
 MAX_SCALE = float(np.finfo(np.float32).max)
 
 
+@plain_ints
 def make_cache(
     plan: Plan,
     *,

@@ -1,8 +1,12 @@
 """Refusals that name the argument, the value given and the value wanted. No jax."""
 
+import dataclasses
+import functools
 import numbers
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
+
+import numpy as np
 
 from jaxkv._src.internal.text import shown
 
@@ -25,6 +29,36 @@ class FlagsError(RuntimeError):
 
     def __reduce__(self):  # errors travel between the processes of a serving stack
         return type(self), (self.flags,)
+
+
+def plain_ints[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a function take NumPy's ints, which it gets as Python's: those of 32 bits overflow."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        numpy_ints: Any = {k: int(v) for k, v in kwargs.items() if isinstance(v, np.integer)}
+        kwargs.update(numpy_ints)
+        plain: Any = [int(one) if isinstance(one, np.integer) else one for one in args]
+        return function(*plain, **kwargs)
+
+    return call
+
+
+def make_ints_plain(data: Any) -> None:
+    """Makes NumPy's ints in the fields of a frozen dataclass Python's; see `plain_ints`."""
+    for field in dataclasses.fields(data):
+        if isinstance(value := getattr(data, field.name), np.integer):
+            object.__setattr__(data, field.name, int(value))
+
+
+def check_not_masked(**values: Any) -> None:
+    """Raises TypeError for the first value that is a masked array, whose mask would be lost."""
+    for name, value in values.items():
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a masked array; pass {name}.compressed(), without masked values, or "
+                f"{name}.data"
+            )
 
 
 def check_positive(**values: int) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxkv._src.internal.checks import check_flag, check_positive
+from jaxkv._src.internal.checks import check_flag, check_positive, plain_ints
 from jaxkv._src.planning._admission import admit
 from jaxkv._src.planning._choice import (
     choose_groups,
@@ -27,6 +27,7 @@ from jaxkv._src.planning._workers import (
 from jaxkv._src.specs import Limits
 
 
+@plain_ints
 def plan_cache(
     layers: WorkerLayers | Sequence[WorkerLayers],
     memory_bytes: int | Sequence[int],

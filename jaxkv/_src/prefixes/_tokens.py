@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_known
+from jaxkv._src.internal.checks import check_known, check_not_masked
 from jaxkv._src.prefixes._extra_keys import ExtraKey, check_ranges
 
 MAX_TOKEN = 2**31 - 1
@@ -69,6 +69,7 @@ def as_tokens(
       TypeError: values that are not ints.
       ValueError: an array that is not flat, or an id below 0 or past int32.
     """
+    check_not_masked(**{name: tokens})
     array = tokens if isinstance(tokens, np.ndarray) and tokens.size else _as_array(name, tokens)
     if array.ndim != 1:
         raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")

@@ -13,6 +13,7 @@ from jaxkv._src.internal.checks import (
     check_left_out,
     check_new_names,
     check_positive,
+    plain_ints,
 )
 from jaxkv._src.internal.numbers import MAX_SAMPLES
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
@@ -57,6 +58,7 @@ class Scheduler:
     when they come, or later prompts share what the old ones computed.
     """
 
+    @plain_ints
     def __init__(
         self,
         manager: BlockManager,
@@ -150,6 +152,7 @@ class Scheduler:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
         return self._queues.num_tokens(find(self._queues.of, request))
 
+    @plain_ints
     def shape(
         self,
         *,
@@ -217,6 +220,7 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------
 
+    @plain_ints
     def add(
         self,
         request: Hashable,

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Hashable
 from typing import ClassVar, override
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_count, check_positive, make_ints_plain
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.specs._base import LayerSpec
 from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
@@ -34,6 +34,7 @@ class FullAttentionSpec(LayerSpec):
     kind: ClassVar[str] = "full"
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         check_positive(num_kv_heads=self.num_kv_heads, head_size=self.head_size)
         if self.head_size_v is not None:
@@ -80,6 +81,7 @@ class SlidingWindowSpec(FullAttentionSpec):
     kind: ClassVar[str] = "sliding"
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         check_positive(sliding_window=self.sliding_window)
         super().__post_init__()
 
@@ -97,6 +99,7 @@ class ChunkedAttentionSpec(FullAttentionSpec):
     kind: ClassVar[str] = "chunked"
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         check_positive(chunk_size=self.chunk_size)
         super().__post_init__()
 
@@ -139,6 +142,7 @@ class MLASpec(LayerSpec):
     kind: ClassVar[str] = "mla"
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         check_positive(block_size=self.block_size, compress_ratio=self.compress_ratio)
         check_positive(head_size=self.head_size)
@@ -184,6 +188,7 @@ class SlidingWindowMLASpec(MLASpec):
     kind: ClassVar[str] = "sliding_mla"
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         check_positive(sliding_window=self.sliding_window)
         super().__post_init__()
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Hashable
 from typing import ClassVar
 
-from jaxkv._src.internal.checks import check_count, check_kind, check_positive
+from jaxkv._src.internal.checks import check_count, check_kind, check_positive, make_ints_plain
 from jaxkv._src.specs._growth import Growth
 
 
@@ -23,6 +23,7 @@ class Limits:
     max_encoder_tokens: int = 0
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         check_positive(max_in_flight_tokens=self.max_in_flight_tokens)
         check_count(max_encoder_tokens=self.max_encoder_tokens)
 
@@ -58,6 +59,7 @@ class LayerSpec(abc.ABC):
     kind: ClassVar[str] = "layer"
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         check_positive(block_size=self.block_size, page_alignment_bytes=self.page_alignment_bytes)
         if self.page_bytes_padded is None:
             return

@@ -6,7 +6,13 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import ClassVar, get_args
 
-from jaxkv._src.internal.checks import check_choice, check_count, check_each, check_positive
+from jaxkv._src.internal.checks import (
+    check_choice,
+    check_count,
+    check_each,
+    check_positive,
+    make_ints_plain,
+)
 from jaxkv._src.internal.text import shown
 from jaxkv._src.specs._base import LayerSpec
 from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
@@ -46,6 +52,7 @@ class StateSpec(LayerSpec):
     kind: ClassVar[str] = "state"
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         if isinstance(self.dtypes, str) or not isinstance(self.dtypes, Sequence):
             raise TypeError(f"dtypes={shown(self.dtypes)} must be a tuple of names; add a comma")
         object.__setattr__(self, "dtypes", tuple(canonical_dtype(d, "dtypes") for d in self.dtypes))

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_count, check_positive, make_ints_plain
 from jaxkv._src.planning import Plan
 
 
@@ -26,6 +26,7 @@ class HostMemory:
     max_bytes_per_token: int = 2**20
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         check_positive(num_bytes=self.num_bytes, min_tokens=self.min_tokens)
         check_positive(max_bytes_per_token=self.max_bytes_per_token)
 

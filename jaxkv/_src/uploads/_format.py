@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_known
+from jaxkv._src.internal.checks import check_known, check_not_masked
 from jaxkv._src.internal.numbers import INT32_MAX
 
 if TYPE_CHECKING:
@@ -156,8 +156,9 @@ def as_int32(name: str, values: Ints) -> np.ndarray:
       TypeError: values that are not ints.
       ValueError: a value that does not fit int32, or an array that is not flat.
     """
-    if not isinstance(values, np.ndarray):
+    if type(values) is not np.ndarray:
         check_known(**{name: values})
+        check_not_masked(**{name: values})
     array = np.asarray(values)
     if not array.size:
         return np.zeros(0, np.int32)

@@ -6,7 +6,14 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_at_most, check_count, check_flag, check_positive
+from jaxkv._src.internal.checks import (
+    check_at_most,
+    check_count,
+    check_flag,
+    check_positive,
+    make_ints_plain,
+    plain_ints,
+)
 from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.specs import Growth
@@ -65,6 +72,7 @@ class StepShape:
     reproducible: bool
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         positive = ("num_blocks", "context_parallel", "max_requests", "batch_size", "max_tokens")
         positive += ("max_query_len", "max_seq_len")
         counts = ("max_encoder_tokens", "block_ids", "zero_ids", "block_copies", "extra")
@@ -99,6 +107,7 @@ class StepShape:
             )
 
     @classmethod
+    @plain_ints
     def for_plan(
         cls,
         plan: Plan,
