@@ -160,11 +160,11 @@ def redrawn(
 
 def kept(logits: np.ndarray, sampling: jaxkv.Sampling) -> np.ndarray:
     """Returns logits over the temperature, -inf where a limit leaves a token out; by sorting."""
-    scaled = logits / sampling.temperature
-    order = np.argsort(-scaled)[: sampling.top_k or VOCAB]
-    parts = np.exp(scaled[order] - scaled[order[0]])
+    scaled = (logits - logits.max()) / sampling.temperature
+    order = np.argsort(-scaled, kind="stable")[: sampling.top_k]
+    parts = np.exp(scaled[order])
     before = np.cumsum(parts / parts.sum()) - parts / parts.sum()
-    order = order[(before < sampling.top_p) & (parts >= sampling.min_p)]
-    out = np.full(VOCAB, -np.inf)
+    order = order[(before < sampling.top_p * (1 - 1e-7)) & (parts >= sampling.min_p)]
+    out = np.full(logits.size, -np.inf)
     out[order] = scaled[order]
     return out

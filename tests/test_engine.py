@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import types
@@ -18,7 +19,7 @@ import pytest
 import jaxkv
 from jaxkv._src.engine import _device
 from jaxkv._src.engine._device import Device
-from jaxkv._src.engine._draw import _keep, draw, fields_of
+from jaxkv._src.engine._draw import _keep, _scaled, draw, fields_of
 from jaxkv._src.engine._samples import RECORD, record_of
 from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.numbers import MAX_SAMPLES
@@ -349,7 +350,7 @@ def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one(
 
 # --- the sampler ----------------------------------------------------------------------
 
-keep = jax.jit(_keep)
+keep, scaled_logits = jax.jit(_keep), jax.jit(_scaled)
 
 
 def fields(records: list[tuple[Any, ...]], **changes: Any) -> dict[str, np.ndarray]:
@@ -374,7 +375,7 @@ def test_limits_keep_what_sorting_keeps() -> None:
     ]
     records = [record_of(sampling, seed, 1, 9) for seed, sampling in enumerate(samplings)]
     of = fields(records, index=range(40), position=7)
-    scaled = logits / of["temperature"]
+    scaled = scaled_logits(logits, of["temperature"])
     are_kept = np.isfinite(keep(scaled, of["top_k"], of["top_p"], of["min_p"]))
     right = [
         np.isfinite(kept(r.astype(np.float64), s)) for r, s in zip(logits, samplings, strict=True)
@@ -405,13 +406,61 @@ def test_logits_of_16_bits_are_drawn_from_in_32(kind: Kind) -> None:
 def test_without_limits_every_logit_is_kept() -> None:
     rows = np.array([[0, np.inf], [-np.inf, -np.inf], [-1, 1e38]] * 2, np.float32)
     rows, none = rows.repeat(2, axis=1), np.zeros((6, 1), np.float32)
+    rows = np.asarray(scaled_logits(rows, none + 1))
+    assert (rows.max(axis=1) == 0).all()
     np.testing.assert_array_equal(keep(rows, none.astype(int), none + 1, none), rows)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 64, 1000])
+def test_limits_keep_the_smallest_set_at_any_temperature(vocab: int) -> None:
+    """Most logits are equal to others, some are -inf or as large as floats are."""
+    rng, count = np.random.default_rng(vocab), 60
+    levels = np.array([-np.inf, -3e38, -1e9, -1.5, -0.25, 0, 0.5, 0.5000001, 2e9, 3e38], np.float32)
+    logits = rng.choice(levels[: rng.integers(6, 11)], (count, vocab))
+    logits[::2] = rng.choice(levels[3:8], (count // 2, vocab))
+    logits[np.arange(count), rng.integers(0, vocab, count)] = np.maximum(logits[:, 0], 0)
+    samplings = [
+        Sampling(
+            temperature=rng.choice([1e-30, 0.5, 1.0, 1e30]),
+            top_k=None if rng.random() < 0.4 else int(rng.integers(1, vocab + 2)),
+            top_p=rng.choice([1e-30, 0.1, 0.25, 0.5, 0.8, 0.999, 1.0]),
+            min_p=rng.choice([0.0, 0.0, 0.3, 1.0]),
+            logprobs=True,
+        )
+        for _ in range(count)
+    ]
+    records = [record_of(sampling, seed, 0, 9) for seed, sampling in enumerate(samplings)]
+    of = fields(records, index=range(count))
+    scores = scaled_logits(logits, of["temperature"])
+    are_kept = np.isfinite(keep(scores, of["top_k"], of["top_p"], of["min_p"]))
+    wide = logits.astype(np.float64)
+    right = np.array([np.isfinite(kept(*one)) for one in zip(wide, samplings, strict=True)])
+    # Where no part is left in f32, float64 is finer.
+    are_parts = (wide - wide.max(axis=1, keepdims=True)) / of["temperature"] > -80
+    np.testing.assert_array_equal(are_kept & are_parts, right & are_parts)
+    for kind in (Kind.DRAWN, Kind.LIMITED):
+        tokens, logprobs = jax.jit(draw, static_argnums=2)(logits, of, kind)
+        at = np.arange(count), np.asarray(tokens)
+        assert (logits[at] > -np.inf).all() and are_parts[at].all()
+        assert kind == Kind.DRAWN or right[at].all()
+        parts = wide - wide.max(axis=1, keepdims=True)
+        wanted = (parts - np.log(np.exp(parts).sum(axis=1, keepdims=True)))[at]
+        small = logits.max(axis=1) < 1e6  # of others, f32 rounds the logarithm away
+        np.testing.assert_allclose(logprobs[small], wanted[small], rtol=1e-5, atol=1e-5)
+
+
+def test_top_p_of_equal_logits_keeps_no_more_than_it_says() -> None:
+    rows, none = np.zeros((3, 4096), np.float32), np.zeros((3, 1), np.float32)
+    top_p, top_k = none + np.float32([[0.1], [0.5], [0.1]]), np.array([[0], [0], [100]])
+    are_kept = np.isfinite(keep(rows, top_k, top_p, none))
+    assert are_kept.sum(axis=1).tolist() == [410, 2048, 10]
+    assert (np.diff(are_kept.astype(int), axis=1) <= 0).all()
 
 
 def test_limits_tell_neighbouring_floats_apart_and_stop_where_they_are_reached() -> None:
     near = (np.array(1, np.float32).view(np.int32) + np.arange(4, dtype=np.int32)).view(np.float32)
     quarters, apart = np.arange(4) * 1e-30, np.arange(4) * 20.0  # a quarter of the sum each
-    rows = np.array([near] * 4 + [quarters, apart], np.float32)
+    rows = np.array([near - near[-1]] * 4 + [quarters, apart - apart[-1]], np.float32)
     top_k, top_p = np.array([[1], [2], [3], [4], [0], [0]]), np.ones((6, 1), np.float32)
     top_p[4] = 0.25
     are_kept = np.isfinite(keep(rows, top_k, top_p, np.zeros((6, 1), np.float32)))
@@ -427,6 +476,28 @@ def test_drawn_tokens_have_the_model_s_distribution() -> None:
     parts = np.exp(logits[0] / 0.5)
     found = np.bincount(np.asarray(tokens), minlength=8) / count
     np.testing.assert_allclose(found, parts / parts.sum(), atol=0.03)
+
+
+def test_prompts_of_one_seed_have_random_numbers_of_their_own() -> None:
+    count = 8
+    engine, sampling = (
+        made(forward=lambda p, s: forward(p, s) * 0),
+        Sampling(temperature=1.0, seed=7),
+    )
+
+    def answers(sampling: Any, prompts: Sequence[Any] = [[1, 2]] * count) -> np.ndarray:
+        outputs = sorted(engine.generate(prompts, sampling))
+        return np.array([output.tokens for output in outputs])
+
+    tokens = answers(sampling)
+    equal = [(a == b).mean() for a, b in itertools.combinations(tokens, 2)]
+    assert np.mean(equal) < 2 / VOCAB and max(equal) < 0.2
+    np.testing.assert_array_equal(answers(sampling), tokens)
+    np.testing.assert_array_equal(answers(sampling, [[1, 2]] * 3), tokens[:3])
+    np.testing.assert_array_equal(answers([sampling] * count), tokens[[0] * count])
+    assert not (answers(dataclasses.replace(sampling, seed=8)) == tokens).all(axis=1).any()
+    unseeded = answers(Sampling(temperature=1.0))
+    assert len({*map(tuple, unseeded)}) == count
 
 
 # --- weights, memory, shapes ----------------------------------------------------------
@@ -659,6 +730,26 @@ def test_a_sampling_takes_its_ranges_and_no_more(name: str) -> None:
         assert str(wrong) in str(caught.value)
 
 
+def test_ints_of_numpy_are_ints() -> None:
+    sampling = Sampling(temperature=1.0, n=np.int32(2), seed=np.uint32(3), max_tokens=np.int64(2))
+    assert [type(one) for one in (sampling.n, sampling.seed, sampling.max_tokens)] == [int] * 3
+    plans = []
+    for as_int in (np.int32, int):
+        sizes = {name: as_int(2) for name in ("block_size", "num_kv_heads", "head_size")}
+        limits = jaxkv.Limits(max_in_flight_tokens=as_int(9))
+        given = {"max_model_len": as_int(8), "limits": limits}
+        spec = jaxkv.FullAttentionSpec(**sizes)
+        plan = jaxkv.plan_cache({"a": spec}, as_int(2**20), **given)
+        shape = jaxkv.StepShape.for_plan(plan, max_requests=as_int(2), max_tokens=as_int(4))
+        jaxkv.make_cache(plan, max_requests=as_int(2))
+        plans.append((plan, shape))
+    assert plans[0] == plans[1]
+    engine = made(decode_steps=np.int8(2), seed=np.int64(5))
+    outputs = engine.generate(np.array([[1, 2], [3, 4]]), sampling)
+    same = Sampling(temperature=1.0, n=2, seed=3, max_tokens=2)
+    assert sorted(outputs) == sorted(engine.generate([[1, 2], [3, 4]], same))
+
+
 def test_stop_tokens_are_given_in_any_collection() -> None:
     given: list[Any] = [{7, 3}, frozenset({7, 3}), {3: 1, 7: 1}.keys(), [3, 7], np.array([3, 7])]
     for stops in given:
@@ -791,7 +882,7 @@ MISTAKES = {
     "a temperature of float64": (
         lambda e: Sampling(temperature=1e-300),
         ValueError,
-        "temperature=1e-300 must be 0, or from 1e-30 to 1e",
+        "temperature=1e-300 must be 0, .* or from 1e-30 to 1e",
     ),
     "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be token ids, a sequence"),
     "a text": (lambda e: Sampling(stop_token_ids="a"), TypeError, "stop_token_ids must be token"),

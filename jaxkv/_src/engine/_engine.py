@@ -18,6 +18,7 @@ from jaxkv._src.internal.checks import (
     check_kind,
     check_name,
     check_positive,
+    plain_ints,
 )
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
@@ -47,6 +48,7 @@ class Engine:
     packed is kept and runs first. If an upload was lost nevertheless, call `restart`.
     """
 
+    @plain_ints
     def __init__(
         self,
         forward: Forward,
@@ -148,7 +150,8 @@ class Engine:
 
         Args:
           prompts: token ids of each prompt, sequences or arrays of ints.
-          sampling: one for all prompts, or one for each; None: `Sampling()`.
+          sampling: one for all prompts, or one for each; None: `Sampling()`. One with a seed gives
+            each prompt random numbers of its own.
 
         Returns:
           An iterator over outputs with all tokens of a sample, in the order of their ends. A loop
@@ -165,6 +168,8 @@ class Engine:
                 f"{type(prompts).__name__}"
             )
         samplings = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if isinstance(sampling, Sampling):
+            samplings = list(sampling.of_prompts(len(prompts)))
         if len(samplings) != len(prompts):
             raise ValueError(
                 f"sampling holds {len(samplings)} for {len(prompts)} prompts; give one for each, "

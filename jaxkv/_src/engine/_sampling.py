@@ -2,15 +2,25 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence, Set
+import functools
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
-from jaxkv._src.internal.checks import check_count, check_flag, check_number
+from jaxkv._src.internal.checks import check_count, check_flag, check_number, make_ints_plain
 from jaxkv._src.internal.numbers import INT32_MAX, MAX_SAMPLES
+from jaxkv._src.internal.text import shown
 from jaxkv._src.prefixes import as_tokens
 
 MOST = {"n": MAX_SAMPLES, "top_k": INT32_MAX, "max_tokens": INT32_MAX, "seed": 2**32 - 1}
 SMALLEST, LARGEST = 1e-30, 1e30  # numbers by which the device divides logits in f32
+# The golden ratio in 32 bits, an odd number: seeds that many prompts and small seeds give differ.
+SEED_STEP = 0x9E3779B1
+REMEDIES = {
+    "stop": "it knows token ids, no texts: pass stop_token_ids, or end a request whose text holds "
+    "a stop string by Engine.abort",
+    "eos_token_id": "pass stop_token_ids",
+    "max_new_tokens": "pass max_tokens",
+}  # by options of other engines
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -23,6 +33,23 @@ class Kind(enum.IntEnum):
     LIMITED = 2  # drawn, some with top_k, top_p or min_p
 
 
+def _with_remedies[T: type](cls: T) -> T:
+    """Lets a class say what to pass instead of options that other engines have."""
+    init = cls.__init__
+    known = ", ".join(cls.__annotations__)
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for name in options.keys() - cls.__annotations__.keys():
+            remedy = REMEDIES.get(name, f"its options are {known}")
+            raise TypeError(f"{cls.__name__} has no option {name}={shown(options[name])}; {remedy}")
+        init(self, *args, **options)
+
+    type.__setattr__(cls, "__init__", checked)
+    return cls
+
+
+@_with_remedies
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """The sampling of one request.
@@ -32,11 +59,13 @@ class Sampling:
 
     temperature: divides the logits; 0: the most likely token, whatever ``seed``, ``top_k``,
       ``top_p`` and ``min_p``.
-    top_k: keeps so many of the most likely tokens, and those as likely as the last; None: all.
-    top_p: of these keeps the most likely ones that together reach this probability.
+    top_k: keeps so many of the most likely tokens; None: all. Of equally likely ones the smallest
+      ids come first.
+    top_p: of these keeps the fewest most likely ones that together reach this probability.
     min_p: of these drops tokens less likely than ``min_p`` times the most likely one.
-    seed: of the request's random numbers, 0 to 2**32 - 1; None: the engine draws one. Requests of
-      one seed draw the same random numbers.
+    seed: of the request's random numbers, 0 to 2**32 - 1; None: the engine chooses one. Requests of
+      one seed get the same random numbers, except the prompts of `Engine.generate` with one
+      Sampling for all: each gets its own, the same ones every time.
     n: samples of the prompt, which is computed once.
     max_tokens: tokens of each sample at most; None: up to the plan's ``max_model_len``.
     stop_token_ids: tokens that end a sample; the last of its tokens is then one of these.
@@ -55,6 +84,7 @@ class Sampling:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
+        make_ints_plain(self)
         for name, most in MOST.items():
             number, least = getattr(self, name), 0 if name == "seed" else 1
             if number is None and name != "n":
@@ -67,7 +97,8 @@ class Sampling:
         check_number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         if self.temperature != 0 and not SMALLEST <= self.temperature <= LARGEST:
             raise ValueError(
-                f"temperature={self.temperature} must be 0, or from {SMALLEST} to {LARGEST}"
+                f"temperature={self.temperature} must be 0, for the most likely token, or from "
+                f"{SMALLEST} to {LARGEST}; 1.0 samples as the model says"
             )
         if not SMALLEST <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be from {SMALLEST} to 1")
@@ -80,6 +111,12 @@ class Sampling:
         stops = self.stop_token_ids
         stops = as_tokens("stop_token_ids", list(stops) if isinstance(stops, Set) else stops)
         object.__setattr__(self, "stop_token_ids", tuple(stops.tolist()))
+
+    def of_prompts(self, count: int) -> Iterator["Sampling"]:
+        """Yields the sampling of each prompt, with a seed of its own if this has one."""
+        for index in range(count):
+            seed = None if self.seed is None else (self.seed + index * SEED_STEP) % 2**32
+            yield dataclasses.replace(self, seed=seed)
 
     @property
     def kind(self) -> Kind:
