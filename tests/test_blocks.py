@@ -912,6 +912,27 @@ def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -
     assert sorted(upload.parts()["zero_ids"].tolist()) == sorted(held)
 
 
+def test_cross_attention_is_told_the_number_of_encoder_tokens() -> None:
+    """Left out, it would return zeros in silence."""
+    limits = Limits(max_encoder_tokens=8)
+    manager = BlockManager(
+        small_plan({"a": FULL, "b": CrossAttentionSpec(block_size=4, **KV)}, limits=limits),
+        max_requests=4,
+    )
+    scheduler = jaxkv.Scheduler(manager, max_tokens=4)
+    with unchanged(manager), pytest.raises(ValueError, match="encoder_tokens is missing, and the"):
+        manager.start("r")
+    with pytest.raises(ValueError, match="encoder_tokens is missing, and the plan has cross"):
+        scheduler.add("r", 3)
+    assert not scheduler.has_work
+    scheduler.add("r", 3, encoder_tokens=0)
+    scheduler.schedule()
+    manager.start("s", encoder_tokens=np.int32(8))
+    manager.fork("s", ["t"])
+    upload = manager.step(shape_of(manager.plan, 4, forks=4), {"r": 1, "s": 1, "t": 1})
+    assert upload.parts()["encoder_lens"].tolist() == [0, 8, 8]
+
+
 def test_a_step_that_is_shorter_than_its_grow_holds_its_own_states() -> None:
     """With cache_mode="align", `grow` takes blocks only for the states at the end of its chunk."""
     state = StateSpec(block_size=4, cache_mode="align", speculative_blocks=1, **STATE)

@@ -790,6 +790,12 @@ def made(**options: Any) -> jaxkv.Engine:
     return jaxkv.Engine(**given | SIZES | options)
 
 
+def small_cross_plan() -> jaxkv.Plan:
+    cross = jaxkv.CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
+    limits = jaxkv.Limits(max_encoder_tokens=4)
+    return jaxkv.plan_cache({"cross": cross}, 2**16, max_model_len=8, limits=limits)
+
+
 MISTAKES = {
     "text": (lambda e: e.add("r", "Hello"), TypeError, "a sequence of ints, got str; tokenize"),
     "floats": (lambda e: e.add("r", [1.0]), TypeError, "must be token ids, ints, got float64"),
@@ -884,6 +890,23 @@ MISTAKES = {
         ValueError,
         "temperature=1e-300 must be 0, .* or from 1e-30 to 1e",
     ),
+    "cross attention": (
+        lambda e: made(plan=small_cross_plan()),
+        ValueError,
+        "the plan has cross attention, and an Engine takes no encoder input: .* Scheduler",
+    ),
+    "a stop string": (
+        lambda e: Sampling(stop="end"),
+        TypeError,
+        "Sampling has no option stop='end'; it knows token ids, no texts: pass stop_token_ids",
+    ),
+    "an option unknown": (lambda e: Sampling(p=1), TypeError, "p=1; its options are temperature, "),
+    "masked prompts": (
+        lambda e: e.generate(np.ma.masked_equal([[1, 2]], 2)),
+        TypeError,
+        r"prompts\[0\] is a masked array; pass prompts\[0\].compressed",
+    ),
+    "a masked prompt": (lambda e: e.add("r", np.ma.masked_equal([1, 2], 2)), TypeError, "masked"),
     "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be token ids, a sequence"),
     "a text": (lambda e: Sampling(stop_token_ids="a"), TypeError, "stop_token_ids must be token"),
     "a huge stop": (lambda e: Sampling(stop_token_ids=[2**40]), ValueError, "must be in 0..214748"),

@@ -150,7 +150,7 @@ def test_an_import_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ValueError, match="a plan that stores encoder tokens hands no blocks over"):
         manager.import_blocks("a", 4)
     assert not manager.requests and manager.num_free_blocks == plan.usable_blocks
-    manager.start("a")
+    manager.start("a", encoder_tokens=0)
 
 
 @pytest.mark.parametrize(

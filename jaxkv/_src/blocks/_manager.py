@@ -31,7 +31,7 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.html import html_table
-from jaxkv._src.planning import Plan, check_rows
+from jaxkv._src.planning import Plan, check_rows, checked_encoder_tokens, stores_encoder_tokens
 from jaxkv._src.prefixes import EventLog, ExtraKey
 from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
 from jaxkv._src.uploads import Ints, Ring, StepShape, Upload
@@ -212,7 +212,7 @@ class BlockManager:
         extra_keys: Sequence[ExtraKey] = (),
         boundaries: Sequence[int] = (),
         max_cached_tokens: int | None = None,
-        encoder_tokens: int = 0,
+        encoder_tokens: int | None = None,
     ) -> PrefixHit:
         """Gives a request a table row, and the blocks that already hold a prefix of its prompt.
 
@@ -233,20 +233,16 @@ class BlockManager:
           boundaries: numbers of tokens after which later prompts may differ, such as the end of a
             system prompt; recurrent states are kept there. See `PrefixHit.chunk_ends`.
           max_cached_tokens: the longest prefix to share; None: all but the last token.
-          encoder_tokens: encoder tokens of the request, for cross attention.
+          encoder_tokens: encoder tokens of the request; a plan with cross attention needs it.
 
         Raises:
           TypeError: tokens that are not ints.
           ValueError: the request is already running, no row is free, the plan does not admit that
-            many tokens or encoder tokens, a boundary is not in the prompt, or a salt or extra keys
-            are given together with a `PrefixMatch`.
+            many tokens or encoder tokens, or has cross attention and ``encoder_tokens`` is missing;
+            a boundary is not in the prompt, or a salt or extra keys are given together with a
+            `PrefixMatch`.
         """
-        check_count(encoder_tokens=encoder_tokens)
-        if encoder_tokens > self._plan.limits.max_encoder_tokens:
-            raise ValueError(
-                f"encoder_tokens={encoder_tokens} is more than the plan admits: "
-                f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
-            )
+        encoder_tokens = checked_encoder_tokens(self._plan, encoder_tokens)
         self._rows.check_new([request])
         prompt = tokens, salt, extra_keys, max_cached_tokens
         looked_up = self._prefixes.look_up(*prompt, boundaries)
@@ -654,7 +650,7 @@ class BlockManager:
 
 def _tier(memory: HostMemory, plan: Plan) -> HostTier:
     check_kind(HostMemory, host_memory=memory)
-    if any(group.growth.stores == "encoder" for group in plan.groups):
+    if stores_encoder_tokens(plan):
         raise ValueError(
             "host_memory=: a plan that stores encoder tokens keeps no blocks; leave it out"
         )

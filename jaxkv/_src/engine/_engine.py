@@ -20,7 +20,7 @@ from jaxkv._src.internal.checks import (
     check_positive,
     plain_ints,
 )
-from jaxkv._src.planning import Plan
+from jaxkv._src.planning import Plan, stores_encoder_tokens
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
 from jaxkv._src.sleeping import sleep, wake_up
@@ -93,13 +93,21 @@ class Engine:
           seed: of the requests that have none.
 
         Raises:
-          TypeError, ValueError: arguments that contradict each other; what ``forward`` raises for
+          TypeError, ValueError: arguments that contradict each other; a plan with cross attention,
+            for which use a `Scheduler` and a loop of your own; what ``forward`` raises for
             the largest step; logits that are not [B, vocab].
         """
         if not callable(forward):
             raise TypeError(
                 f"forward must be a function of params and a step, got {type(forward).__name__}; "
                 "the order is Engine(forward, params, plan)"
+            )
+        check_kind(Plan, "what plan_cache returned", plan=plan)
+        if stores_encoder_tokens(plan):
+            raise ValueError(
+                "the plan has cross attention, and an Engine takes no encoder input: serve it by "
+                "a loop of your own, with BlockManager.start(encoder_tokens=), or a Scheduler and "
+                "its add(encoder_tokens=)"
             )
         #: the books of its blocks, to read from
         self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)

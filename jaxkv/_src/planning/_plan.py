@@ -194,6 +194,33 @@ def check_rows(plan: Plan, max_requests: int) -> None:
         )
 
 
+def stores_encoder_tokens(plan: Plan) -> bool:
+    """Returns whether layers of a plan attend to an encoder's tokens."""
+    return any(group.growth.stores == "encoder" for group in plan.groups)
+
+
+def checked_encoder_tokens(plan: Plan, encoder_tokens: int | None) -> int:
+    """Returns the encoder tokens of a request; raises TypeError or ValueError for a wrong number.
+
+    None: there are none, which a plan that stores encoder tokens wants to be told.
+    """
+    if encoder_tokens is None:
+        if stores_encoder_tokens(plan):
+            raise ValueError(
+                "encoder_tokens is missing, and the plan has cross attention: pass the number of "
+                "the request's encoder tokens; 0 if it has none, for which cross attention "
+                "returns zeros"
+            )
+        return 0
+    check_count(encoder_tokens=encoder_tokens)
+    if encoder_tokens > plan.limits.max_encoder_tokens:
+        raise ValueError(
+            f"encoder_tokens={encoder_tokens} is more than the plan admits: "
+            f"limits.max_encoder_tokens={plan.limits.max_encoder_tokens}"
+        )
+    return encoder_tokens
+
+
 def pool_bytes(plan: Plan) -> tuple[int, ...]:
     """Returns the bytes of the pool on each worker: its blocks times the bytes of one.
 

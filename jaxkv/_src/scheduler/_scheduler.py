@@ -8,7 +8,6 @@ import numpy as np
 from jaxkv._src.blocks import BlockManager, HandedBlocks, OutOfBlocksError
 from jaxkv._src.internal.checks import (
     check_at_most,
-    check_count,
     check_kind,
     check_left_out,
     check_new_names,
@@ -16,6 +15,7 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.numbers import MAX_SAMPLES
+from jaxkv._src.planning import checked_encoder_tokens
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._chooser import Chooser
@@ -228,7 +228,7 @@ class Scheduler:
         *,
         samples: int = 1,
         max_tokens: int | None = None,
-        encoder_tokens: int = 0,
+        encoder_tokens: int | None = None,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
         boundaries: Sequence[int] = (),
@@ -244,7 +244,7 @@ class Scheduler:
             other computes the prompt once it gets a row, as far as the cache has lost it.
           max_tokens: the most tokens that it will have, the prompt's included; None: the
             plan's ``max_model_len``.
-          encoder_tokens: encoder tokens of the request, for cross attention.
+          encoder_tokens: as for `BlockManager.start`.
           salt, extra_keys, boundaries: as for `BlockManager.start`; they need ``tokens``.
 
         Raises:
@@ -258,7 +258,8 @@ class Scheduler:
         check_at_most(MAX_SAMPLES, samples=samples)
         if samples > 1:
             self._check_forks()
-        self._check_lengths(num_tokens, longest, max_tokens, encoder_tokens)
+        self._check_lengths(num_tokens, longest, max_tokens)
+        encoder_tokens = checked_encoder_tokens(self._plan, encoder_tokens)
         names = [request, *((request, sample) for sample in range(1, samples))]
         check_new_names(names, self._queues.of)
         prompt = salt, extra_keys, boundaries
@@ -361,7 +362,7 @@ class Scheduler:
         """
         self._change()
         longest = self._plan.max_model_len if max_tokens is None else max_tokens
-        self._check_lengths(num_tokens, longest, max_tokens, 0)
+        self._check_lengths(num_tokens, longest, max_tokens)
         check_new_names([request], self._queues.of)
         if num_tokens > self._options.cached_tokens:
             raise ValueError(
@@ -586,24 +587,16 @@ class Scheduler:
                 "and make its shapes by Scheduler.shape"
             )
 
-    def _check_lengths(
-        self, num_tokens: int, longest: int, max_tokens: int | None, encoder_tokens: int
-    ) -> None:
+    def _check_lengths(self, num_tokens: int, longest: int, max_tokens: int | None) -> None:
         if not isinstance(num_tokens, int):
             raise TypeError(
                 "num_tokens must be an int, the length of the prompt, got "
                 f"{type(num_tokens).__name__}; token ids go into Scheduler(tokens=)"
             )
         check_positive(num_tokens=num_tokens, max_tokens=longest)
-        check_count(encoder_tokens=encoder_tokens)
         if not num_tokens <= longest <= self._plan.max_model_len:
             given = "" if max_tokens is None else f"max_tokens={max_tokens}, which must be at most "
             raise ValueError(
                 f"num_tokens={num_tokens} must be at most {given}the plan's "
                 f"max_model_len={self._plan.max_model_len}"
-            )
-        if encoder_tokens > self._plan.limits.max_encoder_tokens:
-            raise ValueError(
-                f"encoder_tokens={encoder_tokens} is more than the plan admits: "
-                f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
