@@ -185,6 +185,7 @@ class JaxkvStateMachine(CacheStateMachine):
             rows=[rows[request] for request in requests],
             num_computed_tokens=firsts,
             num_new_tokens=[self._batch.get(request, 1) for request in requests],
+            accepted_tokens=[0] * len(requests),
         )
 
     def _no_rows(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -239,6 +239,7 @@ class Step(NamedTuple):
             num_computed_tokens=self.computed,
             num_new_tokens=self.new,
             encoder_lens=self.encoder,
+            accepted_tokens=[0] * len(self.new),
         )
         data = jnp.asarray(upload.data[shape.format.batch_fields])
         block_ids = jnp.asarray(np.concatenate(self.tables, axis=1))

@@ -440,7 +440,7 @@ def test_whole_prompts_chunks_of_them_and_decodes_give_equal_outputs() -> None:
         )
         manager, cache = jaxkv.BlockManager(plan, max_requests=REQUESTS), cache_of(setting)
         cache, first, outs = poisoned(cache), 0, []
-        manager.start("a")
+        manager.start("a", encoder_tokens=0)
         for count in counts:
             new = jax.tree.map(functools.partial(cut, first=first, size=max_tokens), inputs)
             cache, out = step(cache, manager.step(shape, {"a": count}), new)

@@ -190,6 +190,7 @@ class TablesMachine(RuleBasedStateMachine):
             num_computed_tokens=[span.start for span in spans],
             num_new_tokens=list(map(len, spans)),
             encoder_lens=encoder,
+            accepted_tokens=[0] * len(spans),
         )
         batch, flags = gather(self.cache, upload.data[SHAPE.format.batch_fields], shape=SHAPE)
         tables, firsts, slots, *tokens = jax.tree.map(np.asarray, views(batch))
@@ -416,9 +417,8 @@ def test_an_index_is_in_the_first_group_that_ends_after_it(count: int) -> None:
 
 
 def upload_of(rows, computed, new, shape=SHAPE):
-    return pack_step(
-        shape, rows=rows, num_computed_tokens=computed, num_new_tokens=new, encoder_lens=()
-    )
+    sizes = {"num_computed_tokens": computed, "num_new_tokens": new}
+    return pack_step(shape, rows=rows, **sizes, accepted_tokens=[0] * len(rows))
 
 
 @jax.jit
@@ -512,6 +512,7 @@ def test_columns_that_no_new_token_reads_are_null_for_every_kind() -> None:
 def test_a_null_block_is_reported_where_a_new_token_reads_it_and_nowhere_else() -> None:
     cache, row = full_rows(), 1
     sizes = {"num_computed_tokens": [17], "num_new_tokens": [3], "encoder_lens": [ENCODER]}
+    sizes["accepted_tokens"] = [0]
     data = pack_step(SHAPE, rows=[row], **sizes).data[SHAPE.format.batch_fields]
     tables = [np.asarray(table)[0] for table in gather(cache, data, shape=SHAPE)[0].tables]
     for group, width in enumerate(PLAN.row_blocks):
@@ -670,7 +671,7 @@ def test_tables_can_be_the_carry_of_a_scan() -> None:
 def test_a_step_runs_in_every_mode_of_jax(x64: bool, promotion: str) -> None:
     with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
         manager = BlockManager(PLAN, max_requests=ROWS)
-        manager.start("a")
+        manager.start("a", encoder_tokens=0)
 
         @jax.jit
         def run(cache, upload):
@@ -692,7 +693,7 @@ def integers_of(batch: StepBatch) -> list[jax.Array]:
     """Returns all arrays of a batch, but for groups of prefixes."""
     of_layer = [batch.kernel_block_tables, batch.first_positions, batch.slot_mapping]
     names = "request_rows num_computed_tokens query_start_loc query_lens seq_lens last_tokens "
-    names += "encoder_lens extra token_requests positions"
+    names += "encoder_lens accepted_tokens extra token_requests positions"
     return [getattr(batch, name) for name in names.split()] + [get("full") for get in of_layer]
 
 

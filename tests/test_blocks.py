@@ -1239,6 +1239,7 @@ def by_definition(
         "num_computed_tokens": padded(given["num_computed_tokens"], size, 0),
         "query_start_loc": padded(ends, size + 1, ends[-1]),
         "encoder_lens": padded(given["encoder_lens"], size, 0),
+        "accepted_tokens": [],
         "prefix_members": [],
         "prefix_ends": [],
         "prefix_lens": [],

@@ -25,7 +25,7 @@ from jaxkv._src.recurrent._heads import (
     columns_of,
 )
 from jaxkv._src.recurrent._layers import _heads
-from tests.helpers import ON_GPU, as_ids, needs_devices
+from tests.helpers import ON_GPU, needs_devices
 from tests.reference_recurrence import RecurrentCase, convolve, normalized
 from tests.test_attend import poisoned
 
@@ -145,13 +145,13 @@ def run_layer(kind: str, cache: Any, layer: str, batch: Any, x: Any, **options: 
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "blocks"), donate_argnums=1)
-def step(kind, cache, upload, x, num_drafts, at, blocks=1):
+def step(kind, cache, upload, x, blocks=1):
     """The second layer, and the states that it left in the first blocks of each request."""
     cache, batch = jaxkv.apply_step(cache, upload)
     x = {name: array.reshape(*batch.token_shape, -1) for name, array in x.items()}
     if batch.is_rectangular and kind == "gated_delta":  # a decay for each key
         x["log_decay"] = jnp.repeat(x["log_decay"][..., None], SIZE, axis=-1)
-    cache, out = run_layer(kind, cache, "layer.1", batch, x, num_drafts=num_drafts, at=at)
+    cache, out = run_layer(kind, cache, "layer.1", batch, x)
     places = [jnp.full(batch.shape.batch_size, i, jnp.int32) for i in range(blocks)]
     kept = [jaxkv.read_state(cache, "layer.1", batch, at=place)[-1] for place in places]
     return cache, out, kept
@@ -220,7 +220,7 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
         if not work:
             continue
         x = inputs_of(work, computed, columns)
-        cache, out, kept = step(kind, cache, manager.step(shape, work), x, None, None, blocks)
+        cache, out, kept = step(kind, cache, manager.step(shape, work), x, blocks)
         for i, (request, found) in enumerate(outputs_of(out, work, columns).items()):
             states, outputs = expected(kind, request)
             begin, end = computed[request], computed[request] + work[request]
@@ -236,57 +236,92 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
-@pytest.mark.parametrize("given", ["num_drafts", "at"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_of_states_that_move_are_refused(kind, mode, given) -> None:
+def test_drafts_of_states_that_move_are_refused(kind, mode) -> None:
     """The blocks of drafts are not where the next step looks, if a step begins another block."""
     plan = plan_of(kind, mode, 2)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
-    options = {"x": inputs_of({}, {}, None), given: as_ids([0, 0])}
-    run = functools.partial(outputs_of_layer, kind=kind, **options)
-    with pytest.raises(ValueError, match=f"cache_mode='{mode}', whose states move"):
+    run = functools.partial(outputs_of_layer, kind=kind, x=inputs_of({}, {}, None))
+    with pytest.raises(ValueError, match=f"cache_mode='{mode}' and speculative_blocks=2, whose"):
         jax.eval_shape(run, cache, shape.idle())
 
+    def reads(cache, upload):
+        return jaxkv.read_state(cache, "layer.0", jaxkv.apply_step(cache, upload)[1])
 
-@pytest.mark.parametrize("accepted", [0, 1, 2])
-def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) -> None:
-    drafts, kind, shapes = 2, "gated_delta", None
-    if accepted == 1:  # a window with rows for drafts, as specs of other engines have it
-        kind, shapes = "short_conv", ((WIDTH - 1 + drafts, QKV),)
-    plan = plan_of(kind, "none", drafts, shapes)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
-    cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
-    manager.start("a")
-    zeros = as_ids([0, 0])  # and not None, so that one program does for all steps
-    first = 4 if accepted else 1
-    x = inputs_of({"a": first}, {"a": 0}, None)
-    cache, *_ = step(kind, cache, manager.step(shape, {"a": first}), x, zeros, zeros)
-    x = inputs_of({"a": 3}, {"a": first}, None)
-    x["inputs"][1 + accepted : 3] = 7.0  # these drafts are not what comes next
-    upload = manager.step(shape, {"a": 3})
-    cache, *_ = step(kind, cache, upload, x, as_ids([drafts, 0]), zeros)
-    computed = first + 1 + accepted
-    manager.rewind({"a": computed})
-    x = inputs_of({"a": 1}, {"a": computed}, None)
-    upload = manager.step(shape, {"a": 1})
-    cache, out, _ = step(kind, cache, upload, x, zeros, as_ids([accepted, 0]))
-    close(np.asarray(out)[0], expected(kind, "a")[1][computed])
-    jaxkv.check_errors(cache)
+    with pytest.raises(ValueError, match=f"cache_mode='{mode}' and speculative_blocks=2: pass at="):
+        jax.eval_shape(reads, cache, shape.idle())
 
 
-def test_a_step_of_nothing_but_a_draft_keeps_the_state_after_it_in_the_next_block() -> None:
+def test_a_state_of_drafts_is_written_token_by_token() -> None:
+    def writes(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        return jaxkv.write_state(cache, "layer.0", batch, [jnp.zeros((REQUESTS, WIDTH - 1, QKV))])
+
     plan = plan_of("short_conv", "none", 1)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, tokens_per_request=1)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    with pytest.raises(ValueError, match="speculative_blocks=1, and a step may verify drafts"):
+        jax.eval_shape(writes, cache, shape.idle())
+    jax.eval_shape(writes, cache, dataclasses.replace(shape, max_query_len=1).idle())
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts", "columns"),
+    [("gated_delta", 2, None), ("short_conv", 1, 4), ("linear_attention", 3, None)],
+)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_rewound_requests_go_on_after_what_they_have_or_are_refused(
+    kind, drafts, columns, data
+) -> None:
+    """Whatever a step has computed, drafts or a part of a prompt: nobody tells the layers."""
+    shapes = ((WIDTH - 1 + drafts, QKV),) if kind == "short_conv" else None  # rows for drafts
+    plan = plan_of(kind, "none", drafts, shapes)
+    form = {"tokens_per_request": columns} if columns else {"max_tokens": TOKENS}
+    sizes = {"max_requests": REQUESTS, "forks": REQUESTS} | form
+    several = jaxkv.StepShape.for_plan(plan, **sizes)
+    one = jaxkv.StepShape.for_plan(plan, **sizes | (form if columns else {"max_tokens": REQUESTS}))
+    one = dataclasses.replace(one, max_query_len=1)
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
-    manager.start("a")
-    for computed, (drafts, at) in enumerate([(0, 0), (1, 0), (0, 1), (0, 0)]):
-        x, upload = inputs_of({"a": 1}, {"a": computed}, 1), manager.step(shape, {"a": 1})
-        numbers = as_ids([drafts, 0]), as_ids([at, 0])
-        cache, out, _ = step("short_conv", cache, upload, x, *numbers)
-        close(np.asarray(out)[0, 0], expected("short_conv", "a")[1][computed])
+    computed, wrong = {"a": 0, "b": 0}, {"a": LENGTH, "b": LENGTH}  # from where drafts are wrong
+    for request in computed:
+        manager.start(request)
+    for _ in range(10):
+        most = data.draw(st.sampled_from([1, 1 + drafts, columns or TOKENS // REQUESTS]))
+        counts = {r: min(data.draw(st.integers(0, most)), LENGTH - n) for r, n in computed.items()}
+        if not (work := {request: count for request, count in counts.items() if count}):
+            continue
+        x, place = inputs_of(work, computed, columns), 0
+        for i, (request, count) in enumerate(work.items()):
+            place = i * columns if columns else place
+            wrong[request] = computed[request] + data.draw(st.integers(1, count))
+            x["inputs"][place + wrong[request] - computed[request] : place + count] = 7.0
+            place += count
+        upload = manager.step(one if most == 1 and not columns else several, work)
+        if most == 1 and not columns:
+            x = {name: array[:REQUESTS] for name, array in x.items()}
+        cache, out, _ = step(kind, cache, upload, x)
+        for request, found in outputs_of(out, work, columns).items():
+            right = slice(computed[request], wrong[request])
+            found = found[: wrong[request] - computed[request]]
+            close(found, expected(kind, request)[1][right].reshape(found.shape))
+            computed[request] += work[request]
+        for request in work:
+            keep, before = wrong[request], computed[request] - work[request]
+            if keep == computed[request]:
+                keep = data.draw(st.sampled_from([keep, max(keep - 1, 0), before]))
+            try:
+                manager.rewind({request: keep})
+            except ValueError as error:
+                assert "no longer holds" in str(error) and keep < computed[request]
+                assert work[request] > 1 + drafts or keep == before
+                manager.finish(request)
+                manager.start(request)
+                keep = 0
+            computed[request] = keep
+    jaxkv.check_errors(cache)
 
 
 def test_a_scan_over_layers_gives_what_layers_one_after_the_other_give() -> None:
@@ -501,19 +536,18 @@ def test_every_function_passes_on_which_layer_and_which_states_it_was_asked_for(
 ) -> None:
     def finish(cache, layer, bound, given, how):
         conv = given.conv_weights, given.conv_bias
-        raise Asked([bound.first, bound.implementation, given.num_drafts, given.at, conv])
+        raise Asked([bound.first, bound.implementation, conv])
 
     monkeypatch.setattr(_layers, "_finish", finish)
     plan = plan_of(kind, drafts=1)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle())
     assert cache.period_layers("layer.0")[1] == "layer.1"
-    period, drafts, at = jnp.int32(1), as_ids([1, 0]), as_ids([0, 1])
-    options = {"period": period, "implementation": "xla", "num_drafts": drafts, "at": at}
+    options = {"period": jnp.int32(1), "implementation": "xla"}
     with pytest.raises(Asked) as asked:
         run_layer(kind, cache, "layer.0", batch, inputs_of({}, {}, None), **options)
-    place, implementation, *arrays, conv = asked.value.args[0]
-    assert implementation == "xla" and arrays[0] is drafts and arrays[1] is at
+    place, implementation, conv = asked.value.args[0]
+    assert implementation == "xla"
     assert int(place) == place_of(cache.layout, "layer.1").first
     if kind != "linear_attention":
         assert conv[0] is weights() and conv[1] is bias()
@@ -575,9 +609,6 @@ BAD = [
     ({"conv_weights": [[0.0]]}, TypeError, "conv_weights must be an array, got list"),
     ({"conv_bias": zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),
-    ({"num_drafts": as_ids([0, 0])}, ValueError, "plan it with speculative_blocks"),
-    ({"at": as_ids([0])}, ValueError, r"at has shape \(1,\)"),
-    ({"at": np.zeros(2)}, TypeError, "at must be an array of int32"),
     ({"layer": "full"}, TypeError, "keeps tokens, not states; use attend"),
     ({"layer": "other"}, ValueError, "keeps states of shapes"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError, "keys are 8 wide"),

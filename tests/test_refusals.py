@@ -197,6 +197,7 @@ def of_host(s: Served) -> Iterator[Call]:
     yield s.scheduler.schedule, {"max_tokens": 8}
     entry = jaxkv.TableEntry(0, [[1], [], [], [], []])
     lists = {"rows": [0], "num_computed_tokens": [0], "num_new_tokens": [1], "encoder_lens": ()}
+    lists |= {"accepted_tokens": ()}
     lists |= {"zero_ids": None, "copies": None, "extra": ()}
     yield jaxkv.pack_step, {"shape": s.shape, "entries": [entry]} | lists
     counts = {"num_groups": 5, "max_requests": 4, "max_block_ids": 4, "max_rows": 4}
@@ -296,7 +297,6 @@ def of_recurrent(s: Served) -> Iterator[Call]:
     shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=8)
     cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=4), shape.idle())
     run = {"cache": cache, "batch": batch, "period": None, "implementation": "xla"}
-    run |= {"num_drafts": None, "at": None}
     inputs, of_heads = jnp.ones((8, 12)), jnp.ones((8, 2))
     taps = run | {"conv_weights": jnp.ones((3, 12)), "conv_bias": jnp.ones(12)}
     mixed = taps | {"layer": "delta", "log_decay": -of_heads}

@@ -40,7 +40,7 @@ def made(tokens_per_request: int | None = None, plan: jaxkv.Plan = PLAN):
     ids = [*ids, 15, 15]  # of which the last two are no tokens
     shape = jaxkv.StepShape.for_plan(plan, max_requests=2, extra=len(ids), **sizes)
     for name in "ab":
-        manager.start(name)
+        manager.start(name, encoder_tokens=0)
     return jaxkv.make_cache(plan, max_requests=2), manager.step(shape, {"a": 5, "b": 3}, extra=ids)
 
 

@@ -441,7 +441,8 @@ class BlockManager:
 
         The requests keep their blocks, and their next step overwrites the rejected tokens. A
         recurrent state cannot be undone, so a layer with states needs a block for each draft
-        (``speculative_blocks``), and then reads the state after the accepted drafts (`read_state`).
+        (``speculative_blocks``); its next step then goes on from the state after the tokens that
+        stay, which the upload names.
 
         Tokens of a prompt that are not computed yet can be taken back, too: other tokens may follow
         then.

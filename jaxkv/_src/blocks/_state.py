@@ -104,6 +104,10 @@ class RequestState:
         """Returns the block ids of cells, int32[K]."""
         return self._cells[self._at(cells)]
 
+    def accepted(self, rows: np.ndarray) -> np.ndarray:
+        """Returns how many tokens of its last step each row has after rewinds, int64[N]."""
+        return np.maximum(self.computed[rows] - self.step_start[rows], 0)
+
     def awaits_copy(self, row: int) -> bool:
         """Returns whether the next upload copies into a block of a row."""
         return bool(self.copies) and self.copies.go_into(self.blocks_of(row))

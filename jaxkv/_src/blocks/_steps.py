@@ -96,7 +96,8 @@ class StepPlanner:
             )
         data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
         encoder_lens = state.encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
-        write_batch(shape, data, batch, computed, encoder_lens, own)
+        accepted = state.accepted(batch.rows) if shape.format.has_drafts else NO_IDS
+        write_batch(shape, data, batch, computed, encoder_lens, accepted, own)
         self._change(step)
         self._loads.before_step(batch.rows)
         if news is not None:

@@ -104,6 +104,16 @@ class StepBatch:
         return self._uploaded("encoder_lens")
 
     @property
+    def accepted_tokens(self) -> Array:
+        """int32[B], tokens of each request's last step that were accepted, for states of drafts.
+
+        0 without states of ``cache_mode="none"`` that have ``speculative_blocks``.
+        """
+        if not self.shape.format.has_drafts:
+            return jnp.zeros(self.shape.batch_size, jnp.int32)
+        return self._uploaded("accepted_tokens")
+
+    @property
     def prefix_groups(self) -> tuple[Array, Array, Array]:
         """Groups of requests that read what they begin with together, if the shape has room.
 

@@ -75,21 +75,42 @@ class GroupBatch:
         """Returns int32[B], the block of each request's state; -1 for none.
 
         Args:
-          at: int32[B], index among the blocks that the step writes; None: the block to resume
-            from when reading, the block of the newest token when writing.
+          at: int32[B], index among the blocks that the step writes; None, and -1 when reading: the
+            block to resume from when reading, the block of the newest token when writing.
         """
-        growth, table, batch = self.growth, self.table, self.batch
-        if at is None and reading:
-            ids = table[:, 0]
-        else:
-            if at is None:
-                last = jnp.maximum(cdiv(batch.seq_lens, growth.block_size), 1) - 1
-                last = last if growth.cache_mode != "none" else jnp.zeros_like(last)
-                at = last - self.first_columns
-            known = within(at, table.shape[1] - 1)
-            ids = jnp.take_along_axis(table, jnp.where(known, at + 1, 0)[:, None], axis=1)[:, 0]
-            ids = jnp.where(known, ids, NULL_BLOCK)
+        batch, growth = self.batch, self.growth
+        if at is None and not reading:
+            last = jnp.maximum(cdiv(batch.seq_lens, growth.block_size), 1) - 1
+            at = last - self.first_columns
+            if growth.cache_mode == "none":
+                at = self._draft(batch.query_lens)
+        ids = self._written(at) if at is not None else self._resumed
+        if at is not None and reading:
+            ids = jnp.where(at == -1, self._resumed, ids)
         return jnp.where((ids == NULL_BLOCK) | (batch.query_lens == 0), -1, ids)
+
+    @property
+    def _resumed(self) -> Array:
+        """int32[B], the blocks of the states to resume from; `NULL_BLOCK` for none."""
+        if self.growth.cache_mode != "none" or not self.growth.has_drafts:
+            return self.table[:, 0]
+        draft = self._draft(self.batch.accepted_tokens)
+        return jnp.where(draft > 0, self._written(draft), self.table[:, 0])
+
+    def _written(self, at: Array) -> Array:
+        """Returns int32[B], blocks that the step writes by index; `NULL_BLOCK` for none."""
+        known = within(at, self.table.shape[1] - 1)
+        column = jnp.where(known, at + 1, 0)[:, None]
+        ids = jnp.take_along_axis(self.table, column, axis=1)[:, 0]
+        return jnp.where(known, ids, NULL_BLOCK)
+
+    def _draft(self, num_tokens: Array) -> Array:
+        """Returns int32[B], the index of the "none" state after so many tokens of a step.
+
+        Steps of more tokens than there are blocks keep the newest state alone, in the first one.
+        """
+        is_kept = num_tokens <= 1 + self.growth.speculative_blocks
+        return jnp.where(is_kept, jnp.maximum(num_tokens, 1) - 1, 0)
 
 
 def first_columns(batch: "StepBatch", group: int) -> Array:

@@ -41,7 +41,8 @@ def write_state(
       arrays: the spec's arrays, each [B, *shape]; cast to the spec's dtypes.
       at: int32[B], index among the blocks that the step writes: the running state comes first,
         followed by one block per draft (``speculative_blocks``); with ``cache_mode="all"`` there
-        is one per block that the step's tokens touch. None: the block of the newest token.
+        is one per block that the step's tokens touch; -1: none. None: the block of the newest
+        token, which a step that may verify drafts does not accept.
       implementation: as for `pallas_kernels.write_rows`.
 
     Returns:
@@ -60,6 +61,11 @@ def write_state(
     given = tuple(array.shape for array in arrays)
     if given != shapes:
         raise ValueError(f"arrays have shapes {given}; layer {layer!r} wants {shapes}")
+    if at is None and spec.speculative_blocks and batch.shape.max_query_len > 1:
+        raise ValueError(
+            f"layer={layer!r} has speculative_blocks={spec.speculative_blocks}, and a step may "
+            "verify drafts: call write_state for the state after each of its tokens, with at="
+        )
     return put_back(cache, layer, bound, _write_state(bound, tuple(arrays), at))
 
 
@@ -100,8 +106,9 @@ def read_state(
 
     Args:
       cache, layer, batch, period: as for `write_tokens`.
-      at: int32[B], reads these blocks instead, indexed as for `write_state`: for example the
-        state after the accepted drafts. None: the block to resume from.
+      at: int32[B], reads these blocks instead, indexed as for `write_state`; -1, or None: the block
+        to resume from. That is the one after the accepted drafts with ``cache_mode="none"``; with
+        another mode a layer with ``speculative_blocks`` needs ``at``, to say which they are.
 
     Returns:
       The spec's arrays, each [B, *shape].
@@ -111,7 +118,13 @@ def read_state(
       ValueError: ``at`` of another shape.
     """
     bound = bind(cache, layer, batch, period)
-    _state_spec(layer, bound, at)
+    spec = _state_spec(layer, bound, at)
+    if at is None and spec.speculative_blocks and spec.cache_mode != "none":
+        raise ValueError(
+            f"layer={layer!r} has cache_mode={spec.cache_mode!r} and speculative_blocks="
+            f"{spec.speculative_blocks}: pass at=, the blocks of the states after the accepted "
+            "drafts, and -1 for requests that had none"
+        )
     return _read_state(bound, at)
 
 

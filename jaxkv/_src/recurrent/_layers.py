@@ -42,8 +42,6 @@ def gated_delta(
     num_key_heads: int,
     conv_bias: Array | None = None,
     scale: float | None = None,
-    num_drafts: Array | None = None,
-    at: Array | None = None,
     period: Period = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
@@ -57,6 +55,8 @@ def gated_delta(
     The layer's `StateSpec` has shapes ((width - 1, channels), (value_heads, V, K)): the last inputs
     of the convolution, and the states, of one rank. Call it inside ``jit``; with a donated cache,
     no state is copied. With ``cache_mode="all"``, the state at the end of each block is kept, too.
+    With ``speculative_blocks``, so is the state after each token of a step that may verify drafts,
+    and the next step goes on after those that `BlockManager.rewind` has left.
 
     Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, of which
     each computes its own; queries and keys of fewer heads than ranks are repeated. XLA moves the
@@ -73,12 +73,6 @@ def gated_delta(
       num_key_heads: heads of queries and of keys, a divisor of value_heads.
       conv_bias: [channels]; None: zeros.
       scale: factor of the queries; None: ``K ** -0.5``.
-      num_drafts: int32[B], how many of each request's last tokens are drafts: the state after each
-        of them is kept in the block after the one before (``speculative_blocks``), so that any
-        number of them can be accepted, and the next step has none of them to compute again. None:
-        none are. Needs ``cache_mode="none"``, as ``at`` does.
-      at: int32[B], index among the blocks that the last step wrote of the state to resume from: the
-        number of its drafts that were accepted. None: the block to resume from.
       period: int32[], may be traced: uses layer ``cache.period_layers(layer)[period]`` instead of
         ``layer``; see `write_tokens`.
       implementation: as for `pallas_kernels.gated_delta_rule`.
@@ -88,14 +82,13 @@ def gated_delta(
       V], or [B, T / B, value_heads, V]; zeros for padding.
 
     Raises:
-      TypeError: the layer keeps no states, dtypes that are no floats of 16 or 32 bits, or ``at`` or
-        ``num_drafts`` that are not int32.
-      ValueError: shapes that do not fit the layer and the batch, or drafts of a layer without
-        ``speculative_blocks`` or with another ``cache_mode`` than "none".
+      TypeError: the layer keeps no states, or dtypes that are no floats of 16 or 32 bits.
+      ValueError: shapes that do not fit the layer and the batch, or a layer that has
+        ``speculative_blocks`` and another ``cache_mode`` than "none".
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec = check_states(layer, bound, (2, 3), at, num_drafts)
+    spec = check_states(layer, bound, (2, 3))
     check_positive(num_key_heads=num_key_heads)
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
@@ -106,7 +99,7 @@ def gated_delta(
         flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads, *per_key)),
         flat_tokens(bound, "beta", beta, (heads,)),
-        *(conv_weights, conv_bias, num_drafts, at),
+        *(conv_weights, conv_bias),
     )
     if scale is not None:
         check_number(scale=scale)
@@ -125,8 +118,6 @@ def mamba2(
     conv_weights: Array,
     num_groups: int,
     conv_bias: Array | None = None,
-    num_drafts: Array | None = None,
-    at: Array | None = None,
     period: Period = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
@@ -144,7 +135,7 @@ def mamba2(
         [groups * K] and c side by side, before the convolution.
       log_decay, steps: float[T, heads].
       num_groups: groups of heads that share b and c.
-      cache, layer, batch, conv_weights, conv_bias, num_drafts, at, period, implementation: as for
+      cache, layer, batch, conv_weights, conv_bias, period, implementation: as for
         `gated_delta`.
 
     Returns:
@@ -155,7 +146,7 @@ def mamba2(
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec = check_states(layer, bound, (2, 3), at, num_drafts)
+    spec = check_states(layer, bound, (2, 3))
     check_positive(num_groups=num_groups)
     heads, keys, values = _heads(bound, spec, "num_groups", num_groups)
     parts = values, keys, keys
@@ -164,7 +155,7 @@ def mamba2(
         flat_tokens(bound, "xbc", xbc, (columns_of(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads,)),
         flat_tokens(bound, "steps", steps, (heads,)),
-        *(conv_weights, conv_bias, num_drafts, at),
+        *(conv_weights, conv_bias),
     )
     return _finish(cache, layer, bound, given, _How("scan", parts, num_groups))
 
@@ -178,8 +169,6 @@ def linear_attention(
     *,
     num_key_heads: int | None = None,
     scale: float = 1.0,
-    num_drafts: Array | None = None,
-    at: Array | None = None,
     period: Period = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
@@ -194,7 +183,7 @@ def linear_attention(
       log_decay: float[value_heads], or float[T, value_heads]; at most 0.
       num_key_heads: heads of queries and of keys; None: as many as values have.
       scale: factor of the queries.
-      cache, layer, batch, num_drafts, at, period, implementation: as for `gated_delta`.
+      cache, layer, batch, period, implementation: as for `gated_delta`.
 
     Returns:
       The cache with the states written, and the output in the dtype of ``qkv``: [T, value_heads,
@@ -204,7 +193,7 @@ def linear_attention(
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec, tokens = check_states(layer, bound, (3,), at, num_drafts), batch.token_shape
+    spec, tokens = check_states(layer, bound, (3,)), batch.token_shape
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
     check_array(log_decay=log_decay)
@@ -215,7 +204,7 @@ def linear_attention(
         flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads,)),
         jnp.ones((math.prod(tokens), heads), jnp.float32),
-        *(None, None, num_drafts, at),
+        *(None, None),
     )
     return _finish(cache, layer, bound, given, _How("attention", parts, keys.count, float(scale)))
 
@@ -229,8 +218,6 @@ def short_conv(
     conv_weights: Array,
     conv_bias: Array | None = None,
     silu: bool = False,
-    num_drafts: Array | None = None,
-    at: Array | None = None,
     period: Period = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
@@ -241,7 +228,7 @@ def short_conv(
     Args:
       inputs: [T, channels], or [B, T / B, channels] for a rectangular batch.
       silu: whether SiLU follows.
-      cache, layer, batch, conv_weights, conv_bias, num_drafts, at, period, implementation: as for
+      cache, layer, batch, conv_weights, conv_bias, period, implementation: as for
         `gated_delta`.
 
     Returns:
@@ -252,12 +239,12 @@ def short_conv(
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec = check_states(layer, bound, (2,), at, num_drafts)
+    spec = check_states(layer, bound, (2,))
     check_flag(silu=silu)
     parts = (Heads(bound.ranks_of_heads, spec.shapes[0][1]),)
     check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
     flat = flat_tokens(bound, "inputs", inputs, (columns_of(parts),))
-    given = _Given(flat, None, None, conv_weights, conv_bias, num_drafts, at)
+    given = _Given(flat, None, None, conv_weights, conv_bias)
     return _finish(cache, layer, bound, given, _How("convolution", parts, silu=silu))
 
 
@@ -284,8 +271,6 @@ class _Given(NamedTuple):
     beta: Array | None
     conv_weights: Array | None
     conv_bias: Array | None
-    num_drafts: Array | None
-    at: Array | None
 
 
 class _How(NamedTuple):
@@ -324,7 +309,7 @@ def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array
     }
     by_head = PartitionSpec(None, axis) if axis else SAME
     of_bias = PartitionSpec(axis) if axis else SAME
-    specs: list[Any] = [*[by_head] * 4, of_bias, SAME, SAME]
+    specs: list[Any] = [*[by_head] * 4, of_bias]
     how = how._replace(key_heads=max(1, how.key_heads // ranks))
     return on_devices(
         functools.partial(_run, how=how),
@@ -337,7 +322,7 @@ def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array
 def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
     """Runs the heads of one device."""
     batch = bound.batch
-    states = step_states(bound, given.at, given.num_drafts)
+    states = step_states(bound)
     options: dict[str, Any] = {"implementation": bound.implementation}
     ids: tuple[Array, ...] = states.read_ids, states.write_ids
     is_one_each = batch.shape.max_query_len == 1 and len(given.inputs) == batch.shape.batch_size

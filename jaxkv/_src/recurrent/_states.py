@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.internal.checks import check_array, check_int32
+from jaxkv._src.internal.checks import check_array
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.pool import BoundLayer
 from jaxkv._src.specs import StateSpec
@@ -27,41 +27,37 @@ class StepStates(NamedTuple):
     write_after: Array | None
 
 
-def step_states(bound: BoundLayer, at: Array | None, num_drafts: Array | None) -> StepStates:
-    """Returns the states that a step reads and writes.
-
-    Args:
-      at: int32[B], index of the block to resume from, as for `jaxkv.read_state`.
-      num_drafts: int32[B], how many of each request's last tokens are drafts.
-    """
-    requests, batch, exists = bound.requests, bound.batch, bound.first >= 0
-    read_ids = requests.state_blocks(at, reading=True)
-    if at is not None:
-        read_ids = jnp.where(batch.num_computed_tokens > 0, read_ids, -1)
-    if requests.growth.cache_mode != "all" and num_drafts is None:
+def step_states(bound: BoundLayer) -> StepStates:
+    """Returns the states that a step reads and writes."""
+    requests, exists = bound.requests, bound.first >= 0
+    read_ids = requests.state_blocks(None, reading=True)
+    has_drafts = requests.growth.has_drafts and bound.batch.shape.max_query_len > 1
+    if requests.growth.cache_mode != "all" and not has_drafts:
         write_ids = requests.state_blocks(None, reading=False)[:, None]
         write_after = None
     else:
         blocks = range(requests.table.shape[1] - 1)
         places = [jnp.full_like(read_ids, block) for block in blocks]
         write_ids = jnp.stack([requests.state_blocks(p, reading=False) for p in places], axis=1)
-        write_after = _written_after(bound, jnp.stack(places, axis=1), num_drafts)
+        write_after = _written_after(bound, jnp.stack(places, axis=1))
     return StepStates(
         jnp.where(exists, read_ids, -1), jnp.where(exists, write_ids, -1), write_after
     )
 
 
-def _written_after(bound: BoundLayer, block: Array, num_drafts: Array | None) -> Array:
+def _written_after(bound: BoundLayer, block: Array) -> Array:
     """Returns after how many tokens of the step each block's state is reached.
 
-    A state that none of them reaches has another number than those from 1 to their count.
+    A state that none of them reaches has another number than those from 1 to their count. All
+    tokens but the first may be drafts, in a step of no more than there are blocks for.
 
     Args:
       block: int32[B, W], index among the blocks that the step writes.
     """
     requests, batch = bound.requests, bound.batch
-    drafts = jnp.zeros_like(batch.query_lens) if num_drafts is None else num_drafts
-    certain = jnp.maximum(batch.query_lens - drafts, 0)[:, None]  # tokens that are no drafts
+    tokens = batch.query_lens
+    are_few = tokens <= 1 + requests.growth.speculative_blocks
+    certain = jnp.where(are_few, jnp.minimum(tokens, 1), tokens)[:, None]
     if requests.growth.cache_mode == "all":
         computed, size = batch.num_computed_tokens[:, None], requests.growth.block_size
         first = requests.first_columns[:, None]
@@ -90,8 +86,6 @@ def check_states(
     layer: str,
     bound: BoundLayer,
     wanted: tuple[int, ...],
-    at: Array | None,
-    num_drafts: Array | None,
 ) -> StateSpec:
     """Checks that a layer keeps such states, and returns its spec.
 
@@ -109,24 +103,12 @@ def check_states(
         raise ValueError(
             f"layer={layer!r} keeps states of shapes {spec.shapes}; this function wants {axes}"
         )
-    per_request = (bound.batch.shape.batch_size,)
-    for name, array in {"at": at, "num_drafts": num_drafts}.items():
-        if array is not None:
-            check_int32(**{name: array})
-            if array.shape != per_request:
-                raise ValueError(
-                    f"{name} has shape {array.shape}; wants {per_request}, one per request"
-                )
-    if (at is not None or num_drafts is not None) and spec.cache_mode != "none":
+    if spec.speculative_blocks and spec.cache_mode != "none":
         raise ValueError(
-            f"layer={layer!r} has cache_mode={spec.cache_mode!r}, whose states move to other "
-            "blocks between the step that verifies drafts and the next one; plan it with "
-            'cache_mode="none", or call read_state and write_state'
-        )
-    if num_drafts is not None and not spec.speculative_blocks:
-        raise ValueError(
-            f"num_drafts was given, but layer {layer!r} has no blocks for states after drafts; "
-            "plan it with speculative_blocks"
+            f"layer={layer!r} has cache_mode={spec.cache_mode!r} and speculative_blocks="
+            f"{spec.speculative_blocks}, whose states move to other blocks between the step that "
+            'verifies drafts and the next one; plan it with cache_mode="none", or call read_state '
+            "and write_state"
         )
     return spec
 

@@ -41,6 +41,14 @@ class UploadFormat:
         return any(growth.stores == "encoder" for growth in self._shape.growths)
 
     @functools.cached_property
+    def has_drafts(self) -> bool:
+        """Whether the next state of a request depends on how many of its drafts were accepted."""
+        return any(
+            growth.stores == "state" and growth.cache_mode == "none" and growth.has_drafts
+            for growth in self._shape.growths
+        )
+
+    @functools.cached_property
     def fields(self) -> Mapping[str, slice]:
         """Slices of all parts of an upload, by name, in order."""
         shape, groups = self._shape, len(self._shape.growths)
@@ -49,6 +57,7 @@ class UploadFormat:
         lengths |= dict.fromkeys(("request_rows", "num_computed_tokens"), shape.batch_size)
         lengths["query_start_loc"] = shape.batch_size + 1
         lengths["encoder_lens"] = shape.batch_size if self.has_encoder else 0
+        lengths["accepted_tokens"] = shape.batch_size if self.has_drafts else 0
         lengths["prefix_members"] = shape.batch_size if shape.shared_prefixes else 0
         lengths |= dict.fromkeys(("prefix_ends", "prefix_lens"), shape.shared_prefixes)
         lengths["extra"] = shape.extra
@@ -184,6 +193,7 @@ def write_batch(
     batch: Batch,
     computed: np.ndarray,
     encoder_lens: np.ndarray,
+    accepted: np.ndarray,
     extra: np.ndarray,
 ) -> None:
     """Fills an upload with padding and the requests of a step, and the caller's own integers."""
@@ -198,6 +208,8 @@ def write_batch(
         data[ends + 1 + size : ends + 1 + shape.batch_size] = batch.num_tokens
     if shape.format.has_encoder:
         put(shape, data, encoder_lens=encoder_lens)
+    if shape.format.has_drafts:
+        put(shape, data, accepted_tokens=accepted)
     if extra.size:
         put(shape, data, extra=extra)
 

@@ -58,6 +58,7 @@ def pack_step(
     zero_ids: Sequence[Ints] | None = None,
     copies: Sequence[Sequence[tuple[int, int]]] | None = None,
     encoder_lens: Ints = (),
+    accepted_tokens: Ints = (),
     extra: Ints = (),
 ) -> Upload:
     """Packs the upload of a step for a scheduler that assigns block ids itself.
@@ -74,6 +75,9 @@ def pack_step(
       copies: per group, pairs of a source and a destination block, all copied at once,
         before any block is zeroed; None: none.
       encoder_lens: per request, its encoder tokens, for groups of cross attention.
+      accepted_tokens: per request, how many tokens of its last step were accepted, all of them if
+        it had no drafts, 0 before its first step; for states of ``cache_mode="none"`` with
+        ``speculative_blocks``, which need it.
       extra: your own int32s.
 
     Raises:
@@ -99,12 +103,24 @@ def pack_step(
             f"encoder_lens has {encoder.size} entries for {batch.rows.size} rows; give one per "
             "row, or none"
         )
+    accepted = as_int32("accepted_tokens", accepted_tokens)
+    is_needed = shape.format.has_drafts and computed.any()
+    if accepted.size != batch.rows.size and (accepted.size or is_needed):
+        raise ValueError(
+            f"accepted_tokens has {accepted.size} entries for {batch.rows.size} rows; give one per "
+            "row, so that states with speculative_blocks are resumed after the accepted drafts"
+        )
+    if accepted.size and ((accepted < 0) | (accepted > computed)).any():
+        raise ValueError(
+            f"accepted_tokens={accepted.tolist()} must be from 0 to num_computed_tokens="
+            f"{computed.tolist()}"
+        )
     rows_told = max(batch.rows.size, listed.changed_rows.size)
     longest = int((computed.astype(np.int64) + batch.counts).max(initial=0))
     told = listed.ids.size, sum(ids.size for ids in zeroed), len(moved)
     check_fits(shape, (rows_told, batch.num_tokens, batch.longest, longest, own.size, *told))
     data = np.empty(shape.format.size, np.int32)
-    write_batch(shape, data, batch, computed, encoder, own)
+    write_batch(shape, data, batch, computed, encoder, accepted, own)
     put(shape, data, changed_rows=listed.changed_rows, row_lengths=listed.row_lengths.T.reshape(-1))
     parts = zip(("rows", "columns", "ids", "ends"), listed, strict=False)
     put(shape, data, **{f"entry_{name}": part for name, part in parts})

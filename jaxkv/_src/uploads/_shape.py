@@ -292,8 +292,8 @@ class Upload:
         """Returns the integers of the upload by name, without padding. Waits for the device.
 
         ``number`` counts the manager's uploads; it is negative in the first one after
-        `BlockManager.reset`. Requests: ``request_rows``,
-        ``num_computed_tokens``, ``query_start_loc``, ``encoder_lens``, ``extra``. Groups that read
+        `BlockManager.reset`. Requests: ``request_rows``, ``num_computed_tokens``,
+        ``query_start_loc``, ``encoder_lens``, ``accepted_tokens``, ``extra``. Groups that read
         common blocks together: ``prefix_members``, and of each group ``prefix_ends`` and
         ``prefix_lens``. Table entries, ordered by group: ``entry_rows``, ``entry_columns``,
         ``entry_ids``, and the end of each group's entries, ``entry_ends``; ``changed_rows`` and
@@ -302,7 +302,8 @@ class Upload:
         """
         parts = self.shape.format.split(np.asarray(self.data))
         requests, changed = (int((parts[f"{of}_rows"] >= 0).sum()) for of in ("request", "changed"))
-        sizes = dict.fromkeys(("request_rows", "num_computed_tokens", "encoder_lens"), requests)
+        names = "request_rows", "num_computed_tokens", "encoder_lens", "accepted_tokens"
+        sizes = dict.fromkeys(names, requests)
         sizes |= {"query_start_loc": requests + 1, "changed_rows": changed, "row_lengths": changed}
         groups = int((parts["prefix_lens"] > 0).sum())
         sizes |= dict.fromkeys(("prefix_ends", "prefix_lens"), groups)

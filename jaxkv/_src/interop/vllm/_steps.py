@@ -98,6 +98,7 @@ class SchedulerTables:
         *,
         extra: Sequence[int] = (),
         encoder_lens: Sequence[int] = (),
+        accepted_tokens: Sequence[int] = (),
     ) -> tuple[Upload, ...]:
         """Applies a step to the tables and packs it into uploads, the last with the requests.
 
@@ -108,7 +109,7 @@ class SchedulerTables:
         Args:
           shape: the sizes to pad to.
           scheduler_output: vLLM's object, or a mapping with its fields.
-          extra, encoder_lens: as for `jaxkv.pack_step`.
+          extra, encoder_lens, accepted_tokens: as for `jaxkv.pack_step`.
 
         Raises:
           ValueError: as for `follow` and `pack_step`. Nothing has changed then.
@@ -117,7 +118,8 @@ class SchedulerTables:
         *earlier, (entries, zero_ids) = split(shape, changes.entries, changes.zero_ids)
         uploads = [pack_step(shape, entries=part, zero_ids=ids) for part, ids in earlier]
         rest = changes._replace(entries=tuple(entries), zero_ids=zero_ids)._asdict()
-        uploads.append(pack_step(shape, **rest, extra=extra, encoder_lens=encoder_lens))
+        own = {"encoder_lens": encoder_lens, "accepted_tokens": accepted_tokens, "extra": extra}
+        uploads.append(pack_step(shape, **rest, **own))
         self._held = held
         return tuple(uploads)
 
