@@ -1,5 +1,7 @@
 """Configures the site: a page for each public module, and the guides. ``make docs`` builds it."""
 
+import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -58,6 +60,21 @@ def adapt_docstring(app, what, name, obj, options, lines: list[str]) -> None:
 def skip_member(app, what, name, obj, skip, options) -> bool | None:
     """Skips the fields of named tuples, which the docstring of the class describes."""
     return True if (obj.__doc__ or "").startswith("Alias for field number") else None
+
+
+def constants(module: str) -> list[str]:
+    """Returns the names of a module's constants, which automodule leaves out if imported."""
+    found = importlib.import_module(module)
+    values = {name: getattr(found, name) for name in found.__all__}
+    return [
+        name
+        for name, value in values.items()
+        if not (inspect.isclass(value) or inspect.isroutine(inspect.unwrap(value)))
+    ]
+
+
+LISTED = re.findall(r"^   (\w[\w.]+)$", (HERE / "reference.rst").read_text(), re.M)
+autosummary_context = {"constants": {module: constants(module) for module in LISTED}}
 
 
 def adapt_links(app, page: str, source: list[str]) -> None:
