@@ -562,7 +562,7 @@ def test_requests_go_on_after_sleep(level: int) -> None:
 
 @pytest.mark.parametrize(("lost", "decode_steps"), [("run", 1), ("step", 1), ("step", 3)])
 def test_a_lost_call_runs_again(lost: str, decode_steps: int, monkeypatch) -> None:
-    """A step that was not packed is packed again; one that was is kept, and runs first."""
+    """Whether it was packed or not."""
     engine = engine_of_three_steps() if decode_steps == 3 else make_engine()
     requests = random_requests(0, 6)
     failures = iter([*[*[False] * decode_steps, True] * 4, True])
@@ -644,7 +644,7 @@ def test_requests_for_which_there_is_no_work_are_an_error_and_no_loop(monkeypatc
     engine = make_engine()
     engine.add("r", [1, 2])
     with monkeypatch.context() as patch:
-        patch.setattr(engine._packer, "pack", lambda most_steps, calls: None)
+        patch.setattr(engine._packer, "pack", lambda most_steps: [])
         with pytest.raises(RuntimeError, match="found no work, although requests wait"):
             engine.step()
     engine.abort("r")
@@ -664,10 +664,12 @@ def test_an_engine_restarts_after_a_lost_upload() -> None:
 
     for _ in range(4):
         step()
-    engine._packer.pack(1, [])  # what is packed here is lost
-    with pytest.raises(jaxkv.CacheError, match="an upload was lost"):
-        while engine.has_work:
-            step()
+    for _ in range(2):
+        engine._packer.pack(1)  # what is packed here is lost
+        with pytest.raises(jaxkv.CacheError, match="an upload was lost"):
+            while engine.has_work:
+                step()
+        step()
     engine.restart()
     while engine.has_work:
         step()
@@ -697,7 +699,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
     assert not samples.of and not samples.tokens and not samples.of_request
-    assert not engine._calls.packed and not engine._calls.in_flight
+    assert not engine._calls.in_flight
 
 
 # --- refusals -------------------------------------------------------------------------

@@ -899,7 +899,7 @@ def test_nothing_leaks() -> None:
     assert stats.resumed_requests and stats.loaded_blocks and stats.evicted_blocks
     assert not loads.parked and not tree.parked and not manager.requests
     assert len(tree.prompts.nodes) < 4000 and len(room._members) <= room.num_ids
-    named = manager._prefixes._events  # pyrefly: ignore
+    named = manager._prefixes.events  # pyrefly: ignore
     names = set(named._names.values())
     assert named._counts.keys() == names and {name[0] for name in names} == {"GPU", "CPU"}
     assert named._places.keys() == {name[1:] for name in names if name[0] == "GPU"}

@@ -39,7 +39,7 @@ class Mirror:
 
     def _compare(self) -> None:
         """Checks that the events have told of the whole blocks that are kept, in both memories."""
-        events, tier = self.manager._prefixes._events, self.manager._tier
+        events, tier = self.manager._prefixes.events, self.manager._tier
         assert events is not None and self.stored == set(events._names.values())
         nodes = [node for node in self.manager._prefixes._tree.prompts.nodes if node is not None]
         kept = {block_id for node in nodes for ids in node.blocks for block_id in ids[ids > 0]}

@@ -81,8 +81,20 @@ class ModelDevice:
         self.warm_kind: Kind | None = None
         self.seen: Counter[str] = Counter()
         self.lengths: set[int] = set()
+        self.given_ring: Ring | None = None
+        self.may_be_lost = self.was_waking = False
 
     def trace(self, uploads: object) -> None: ...
+
+    def take_over(self) -> None: ...
+
+    def check_awake(self) -> None: ...
+
+    def restore(self) -> None:
+        """Loses all blocks, as where an interrupt comes between a call and what it returns."""
+        if self.may_be_lost:
+            self.cache.lose_all(self.cache.blocks)
+        self.may_be_lost = False
 
     def _take_memory(self, cache: Device, num_bytes: int) -> Device:
         self.host_bytes.append(num_bytes)
@@ -96,11 +108,10 @@ class ModelDevice:
                 assert not upload.parts()["query_start_loc"].any(), "a step that is not idle"
                 self._step(upload, may_have_ended=len(uploads) > 1)
 
-    def ring(self, depth: int) -> Ring | None:
-        return None  # the serving gives it one
+    def ring(self, decode_steps: int) -> Ring | None:
+        return self.given_ring
 
-    def update(self, params: int) -> None:
-        self.params = params
+    def check_like(self, params: int) -> None: ...
 
     def interrupt(self) -> None:
         """Raises now and then, as a user may at any time."""
@@ -277,8 +288,9 @@ class EngineServing:
             self.engine = jaxkv.Engine(print, 0, plan, **self.options)
         self.device: Any = self.engine._device
         self.note_schedules()
+        self.note_resets()
         if draw.random() < 0.5:
-            self.engine._packer.ring = Ring()  # type: ignore
+            self.engine._packer.ring = self.device.given_ring = Ring()  # type: ignore
         self.device.draw, self.device.chance = draw, draw.choice([0, 0, 0.1])
         self.told: dict[tuple[Hashable, int], list[Told]] = {}  # in the order of their ends
         self.counts: Counter[str] = Counter()
@@ -302,6 +314,16 @@ class EngineServing:
             return step
 
         packer._pack = counted  # type: ignore
+
+    def note_resets(self) -> None:
+        """Tells the cache of resets of the manager, after which uploads have any number."""
+        cache, reset = self.device.cache, self.engine.manager.reset
+
+        def noted() -> None:
+            reset()
+            cache.goes_on_anew = True
+
+        self.engine.manager.reset = noted  # type: ignore
 
     def say(self, text: str) -> None:
         self.history.append(text)
@@ -428,7 +450,6 @@ class EngineServing:
     def restart(self) -> None:
         self.say("restart()")
         self.device.cache.lose_all(self.device.cache.blocks)
-        self.device.cache.goes_on_anew = True
         self.engine.restart()
         self.is_exact = False
 
@@ -439,6 +460,7 @@ class EngineServing:
             outputs = self.engine.step()
         except KeyboardInterrupt:
             self.say("    interrupted")
+            self.is_exact = False
             return
         in_flight = self.engine._calls.in_flight
         assert len(in_flight) < 2 or self.device.chance, "a call before the newest is in flight"

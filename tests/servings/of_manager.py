@@ -65,6 +65,7 @@ class ManagerServing(Serving):
 
     def reset(self) -> None:
         super().reset()
+        self.prefixes.watch(self.manager)
         self.prefixes.new_epoch(forget=True)
         self.prefixes.prompts.clear()
         for name in list(self.requests):

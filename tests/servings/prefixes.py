@@ -84,6 +84,10 @@ class ReferencePrefixes:
         self.told: dict[tuple[int, bytes], tuple] = {}  # by group and key: what events tell of it
         self._forget()
         self.first_blocks: dict[tuple, dict[tuple, None]] = {}
+        self.watch(manager)
+
+    def watch(self, manager: BlockManager) -> None:
+        """Notes evictions; a reset gives a manager another pool."""
         evict = manager.block_pool.on_evict
 
         def on_evict(ids: np.ndarray) -> np.ndarray:

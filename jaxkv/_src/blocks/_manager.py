@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import threading
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate
@@ -31,8 +30,9 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.html import html_table
+from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.planning import Plan, check_rows, checked_encoder_tokens, stores_encoder_tokens
-from jaxkv._src.prefixes import EventLog, ExtraKey
+from jaxkv._src.prefixes import EventLog, ExtraKey, PrefixEvents
 from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
 from jaxkv._src.uploads import Ints, Ring, StepShape, Upload
 
@@ -46,16 +46,19 @@ def _alone[**P, R](
 
     @functools.wraps(method)
     def call(self: "BlockManager", *args: P.args, **kwargs: P.kwargs) -> R:
-        lock = self._lock
-        if not lock.acquire(False):  # a keyword would cost 0.3 us
+        try:
+            # One instruction that no signal and no thread interrupts. A lock would stay acquired
+            # if a KeyboardInterrupt came between its acquisition and the `try` below.
+            del self._is_idle
+        except AttributeError:
             raise RuntimeError(
                 f"{method.__name__} was called during another call of the same BlockManager; let "
                 "one thread own it, or guard every call with one lock"
-            )
+            ) from None
         try:
             return method(self, *args, **kwargs)
         finally:
-            lock.release()
+            self._is_idle = True
 
     return call
 
@@ -72,8 +75,8 @@ class BlockManager:
         upload = manager.step(shape, {"a": 1})    # its next token
         manager.finish("a")
 
-    A call that raises changes nothing. One thread owns it; calls that overlap
-    raise RuntimeError.
+    A call that raises changes nothing; call `reset` after one that was interrupted
+    (KeyboardInterrupt). One thread owns it; calls that overlap raise RuntimeError.
     """
 
     @plain_ints
@@ -104,23 +107,25 @@ class BlockManager:
             raise ValueError(f"checkpoint_share={checkpoint_share} must be from 0.0 to 1.0")
         if events is not None:
             check_kind(EventLog, "an EventLog", events=events)
-        self._plan, self._max_requests = plan, max_requests
-        self.block_pool = BlockPool(plan.num_blocks)
-        #: per group, the blocks of attention sinks, which all requests share
-        self.sink_block_ids = tuple(
-            tuple(self.block_pool.allocate(g.reserved_blocks).tolist()) for g in plan.groups
-        )
-        self._state = RequestState(self.block_pool, plan, max_requests)
-        self._rows = RowAllocator(max_requests, plan.limits.max_in_flight_tokens)
-        most = int(checkpoint_share * plan.num_blocks)
-        self._tier = None if host_memory is None else _tier(host_memory, plan)
-        self._prefixes = Prefixes(
-            self._state, plan, checkpoint_blocks=most, events=events, tier=self._tier
-        )
-        self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes)
-        self._computed = _read_only(self._state.computed)
-        self._unsent_tokens = _read_only(self._state.unsent_tokens)
-        self._lock = threading.Lock()  # held while a call changes anything
+        self._plan, self._max_requests, self._host_memory = plan, max_requests, host_memory
+        self._checkpoint_blocks = int(checkpoint_share * plan.num_blocks)
+        parts = self._new_parts(events)
+        self._state, self._rows, self._tier, self._prefixes, self._steps = parts
+        self._is_idle = True  # missing during a call that changes anything
+
+    def _new_parts(
+        self, events: EventLog | PrefixEvents | None
+    ) -> tuple[RequestState, RowAllocator, HostTier | None, Prefixes, StepPlanner]:
+        plan, memory = self._plan, self._host_memory
+        pool = BlockPool(plan.num_blocks)
+        for group in plan.groups:  # the first ones, of attention sinks
+            pool.allocate(group.reserved_blocks)
+        state = RequestState(pool, plan, self._max_requests)
+        rows = RowAllocator(self._max_requests, plan.limits.max_in_flight_tokens)
+        tier = None if memory is None else _tier(memory, plan)
+        most = self._checkpoint_blocks
+        prefixes = Prefixes(state, plan, checkpoint_blocks=most, events=events, tier=tier)
+        return state, rows, tier, prefixes, StepPlanner(plan, state, rows, prefixes)
 
     def __repr__(self) -> str:
         pool = self.block_pool
@@ -152,6 +157,18 @@ class BlockManager:
         return self._max_requests
 
     @property
+    def block_pool(self) -> BlockPool:
+        """The free list and the reference counts of all blocks."""
+        return self._state.pool
+
+    @property
+    def sink_block_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Per group, the blocks of attention sinks, which all requests share."""
+        ends = itertools.accumulate([group.reserved_blocks for group in self._plan.groups])
+        starts = NULL_BLOCK + 1, *(NULL_BLOCK + 1 + end for end in ends)
+        return tuple([tuple(range(*span)) for span in itertools.pairwise(starts)])
+
+    @property
     def num_uploads(self) -> int:
         """Number of uploads so far. Each upload carries its number, which wraps past int32."""
         return self._steps.num_uploads
@@ -175,7 +192,7 @@ class BlockManager:
     @property
     def computed_by_row(self) -> np.ndarray:
         """Computed tokens by table row, int64[max_requests], read-only; 0 for free rows."""
-        return self._computed
+        return self._state.computed_by_row
 
     def num_computed_tokens(self, request: Hashable) -> int:
         """Returns the tokens of a request that are in the cache, after all uploads so far."""
@@ -480,14 +497,16 @@ class BlockManager:
 
         The way on after an upload was packed that no step has run, which the next step reports as
         lost: start the requests again, with the same cache. (An upload that is still there can
-        simply be run, as long as it is run before the next one.)
+        simply be run, as long as it is run before the next one.) Also the way on after a call that
+        was interrupted, because everything but the counts starts again.
         """
-        for request in list(self._rows.of):
-            self._end(request)
-        self._prefixes.reset()
-        self._steps.reset()
-        if self._tier is not None:
-            self._tier.reset()
+        parts = self._new_parts(self._prefixes.events)
+        *_, tier, prefixes, steps = parts
+        steps.follow(self._steps)
+        prefixes.follow(self._prefixes)
+        if tier is not None and self._tier is not None:
+            tier.follow(self._tier)
+        self._state, self._rows, self._tier, self._prefixes, self._steps = parts
 
     # --- prefixes -----------------------------------------------------------------
 
@@ -531,7 +550,7 @@ class BlockManager:
         first step. These tokens count as ``cached_tokens`` of that step. 0 for all other rows.
         Read-only.
         """
-        return self._unsent_tokens
+        return self._state.unsent_tokens_by_row
 
     def find_prefix(
         self,
@@ -662,9 +681,3 @@ def _past(num_tokens: int, computed: int, request: Hashable) -> ValueError:
     return ValueError(
         f"num_tokens={num_tokens} is more than the {computed} tokens that {request!r} has computed"
     )
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array[:]
-    view.flags.writeable = False
-    return view

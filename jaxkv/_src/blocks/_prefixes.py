@@ -44,6 +44,7 @@ from jaxkv._src.uploads import Ints
 class Prefixes:
     """The prompts that the manager remembers, and the blocks that it keeps of them.
 
+    events: of blocks that are cached, evicted and cleared; None: nobody wants them.
     kept: the prompts of rows, and what is kept of them.
     loads: from host memory.
     """
@@ -54,14 +55,16 @@ class Prefixes:
         plan: Plan,
         *,
         checkpoint_blocks: int,
-        events: EventLog | None,
+        events: EventLog | PrefixEvents | None,
         tier: HostTier | None,
     ):
-        self._events = None if events is None else PrefixEvents(events, _event_groups(plan))
+        if isinstance(events, EventLog):
+            events = PrefixEvents(events, _event_groups(plan))
+        self.events = events
         self._state, self._tier, self._tree = state, tier, _tree(state, plan, tier)
         if tier is not None:
-            tier.attach(self._tree, self._events)
-        self.kept = KeptPrompts(state, self._tree, checkpoint_blocks, self._events, tier)
+            tier.attach(self._tree, self.events)
+        self.kept = KeptPrompts(state, self._tree, checkpoint_blocks, self.events, tier)
         self.loads = HostLoads(state, self._tree, self.kept, tier)
         if tier is not None:
             state.pool.on_take = self.loads.on_take
@@ -169,7 +172,7 @@ class Prefixes:
             wanted=wanted,
             num_kept=found.num_tokens,
             checkpoints=[] if found.checkpoint is None else [found.checkpoint],
-            chain=None if self._events is None else KeyChain(prefix.salt, prefix.extra_keys),
+            chain=None if self.events is None else KeyChain(prefix.salt, prefix.extra_keys),
         )
         return prompt, found
 
@@ -217,14 +220,21 @@ class Prefixes:
         pool, kept = self._state.pool, self._tree.clear()
         pool.cool(kept if self._tier is None else self._tier.clear(kept))
         pool.has_kept = False
-        if self._events is not None:
-            self._events.cleared()
+        if self.events is not None:
+            self.events.cleared()
 
     def reset(self) -> None:
         """Forgets everything."""
         self.new_epoch()
         self.kept.known.clear()
         self._codes = TokenCodes()
+
+    def follow(self, before: "Prefixes") -> None:
+        """Counts on from another object, all of whose blocks are forgotten."""
+        self._counts, self._reasons = before._counts, before._reasons
+        self.kept.epoch = before.kept.epoch + 1
+        if self.events is not None:
+            self.events.cleared()
 
     def stats(self) -> PrefixStats:
         """Returns the counts so far."""

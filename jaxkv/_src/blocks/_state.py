@@ -40,6 +40,7 @@ class RequestState:
     copies: those that the next upload makes.
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
+    computed_by_row, unsent_tokens_by_row: read-only views.
     version: number of changes so far.
     beginnings: a new object after every change of the first blocks of rows, or of their computed
       tokens other than by steps.
@@ -75,6 +76,8 @@ class RequestState:
         self.copies = PendingCopies(pool)
         pool.on_take = self.copies.forget
         self.version, self.beginnings = 0, object()
+        self.computed_by_row = _read_only(self.computed)
+        self.unsent_tokens_by_row = _read_only(self.unsent_tokens)
 
     # --- reading ------------------------------------------------------------------
 
@@ -352,6 +355,12 @@ class RequestState:
             for row in rows[num_tokens < self.may_be_shared_until[rows]].tolist():
                 if self.pool.must_copy(self.blocks_of(row), int(self.computed[row])).any():
                     self.note_shared(row)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array[:]
+    view.flags.writeable = False
+    return view
 
 
 def holds(held: np.ndarray, columns: np.ndarray) -> np.ndarray:

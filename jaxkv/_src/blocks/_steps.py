@@ -115,9 +115,9 @@ class StepPlanner:
             self._state.note_unsent(step.changes)
             self._change(step)
 
-    def reset(self) -> None:
-        """Lets the next upload go on from any state of the device."""
-        self._is_anew = True
+    def follow(self, before: "StepPlanner") -> None:
+        """Counts on; the next upload goes on from any state of the device."""
+        self.num_uploads, self._is_anew = before.num_uploads, True
 
     def _planned(self, work: Work) -> PlannedStep:
         """Returns the step of ``work``; that of the last `grow`, if it is still valid."""

@@ -1,6 +1,8 @@
-"""The calls of an engine's device, from packing to the ends of samples."""
+"""The calls of an engine's device, from packing to the ends of samples, and after failures."""
 
+import contextlib
 import dataclasses
+from collections.abc import Hashable
 
 import numpy as np
 from jax import Array
@@ -9,104 +11,158 @@ from jaxkv._src.cache import CacheError
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._packer import NONE_DRAWN, Packer, Step
 from jaxkv._src.engine._samples import Sample
-from jaxkv._src.engine._sampling import FinishReason
+from jaxkv._src.engine._sampling import FinishReason, Output
 
 CALLS_AHEAD = 2  # one runs while the next one waits for it
 
 
 @dataclasses.dataclass(eq=False)
 class Calls:
-    """Starts the calls of a device, and gives samples what these draw.
+    """Starts the calls of a device, and gives samples the tokens that these sample.
 
-    packed: the steps of each call that has to start, the oldest first.
-    in_flight: the steps of each that was started, and what they draw.
-    changed: samples with tokens or an end that no output has held; some more than once.
+    An exception may end any of these methods anywhere, because a signal handler may raise one.
+    Three things are right at any time: the tokens of each `Sample`, ``samples.of_request``, and
+    ``changed``. Everything else (manager, scheduler, records, cache) is derived, and changes only
+    while ``is_broken`` is set. If it is found set, `mend` derives all of it again.
+
+    in_flight: the steps of each call that was started, and what they sample.
+    changed: samples with tokens or an end that no output has held, and how many tokens of each
+      outputs have held, those of the prompt included.
+    is_broken: whether a change has begun, and not ended.
+    starts_over: whether it forgets the tokens of all samples.
+    is_void: whether all requests are to be aborted, without an output.
     """
 
     device: Device
     packer: Packer
     decode_steps: int
-    packed: list[list[Step]] = dataclasses.field(default_factory=list)
     in_flight: list[tuple[list[Step], Array]] = dataclasses.field(default_factory=list)
-    changed: list[Sample] = dataclasses.field(default_factory=list)
+    changed: dict[Sample, int] = dataclasses.field(default_factory=dict)
+    is_broken: bool = False
+    starts_over: bool = False
+    is_void: bool = False
 
-    def advance(self) -> list[Sample]:
-        """Starts one call if there is work for it, and collects all but the newest ones.
-
-        Returns:
-          The samples with tokens, or an end, that no output has held.
-        """
-        # After an exception there may be calls that have to start, or as many as may run.
-        if not self.packed and len(self.in_flight) < CALLS_AHEAD:
-            self.packer.pack(self.decode_steps, self.packed)
-        if self.packer.samples.of and not (self.packed or self.in_flight):
+    def advance(self) -> None:
+        """Starts one call if there is work for it, and collects all but the newest ones."""
+        self.mend()
+        self.device.check_awake()
+        self.device.restore()
+        num_left = len(self.in_flight) - 1
+        if len(self.in_flight) < CALLS_AHEAD:  # or a wait for the oldest was interrupted
+            self.is_broken = True
+            calls = self.packer.pack(self.decode_steps)
+            for steps in calls:
+                self._start(steps)
+            self.is_broken = False
+            num_left = CALLS_AHEAD - 1 if calls else num_left
+        if self.packer.samples.of and not self.in_flight:
             raise RuntimeError(f"{self.packer.scheduler!r} found no work, although requests wait")
-        num_left = CALLS_AHEAD - 1 if self.packed else len(self.in_flight) - 1
-        self._start()
         self._collect(num_left)
-        changed = [sample for sample in dict.fromkeys(self.changed) if sample.new or sample.reason]
-        self.changed.clear()
-        return changed
+
+    def outputs(self) -> list[Output]:
+        """Returns the outputs of all changed samples."""
+        changed = self.changed.items()
+        return [of.output(told) for of, told in changed if of.reason or len(of.tokens) > told]
 
     def settle(self) -> None:
-        """Runs what is packed, and waits for all calls."""
-        self._start()
-        self._collect(0)
-        self.forget()
+        """Waits for all calls. What one of them fails to compute is computed again, later."""
+        self.mend()
+        with contextlib.suppress(Exception):
+            self._collect(0)
+        self.mend()
+        self.packer.drawn = NONE_DRAWN  # the host knows all tokens
 
-    def forget(self) -> None:
-        """Forgets all calls; the host knows all tokens then."""
-        self.packed.clear()
+    def abort(self, request: Hashable) -> None:
+        """Ends all samples of a request."""
+        self.is_broken = True
+        for sample in self.packer.samples.of_request[request].copy():
+            self._end(sample, "abort")
+        self.is_broken = False
+
+    # --- after failures -----------------------------------------------------------
+
+    def mend(self) -> None:
+        """Completes changes that an exception has ended. Runs nothing on the device."""
+        if self.is_broken:
+            self.device.may_be_lost = True
+            self.packer.ring = self.device.ring(self.decode_steps)
+            self.rebuild()
+        if self.is_void:
+            for request in list(self.packer.samples.of_request):
+                self.abort(request)
+            self.changed = {}
+            self.is_void = False
+
+    def rebuild(self) -> None:
+        """Derives all bookkeeping from the samples, whose requests are then computed again."""
+        self.is_broken = True
+        packer, samples = self.packer, self.packer.samples
         self.in_flight.clear()
-        self.packer.drawn = NONE_DRAWN
+        packer.drawn = NONE_DRAWN
+        for sample in samples.listed():
+            if sample.reason is None and (reason := sample.end_reason()) is not None:
+                self._note(sample).reason = reason
+            if sample.reason is None and self.starts_over:
+                del sample.tokens[sample.num_prompt :]
+                self.changed.pop(sample, None)
+        self.starts_over = False
+        samples.restart()
+        packer.manager.reset()
+        packer.scheduler.restart()
+        for name in packer.scheduler.waiting:
+            if name not in samples.of:
+                packer.scheduler.finish(name)
+        self.is_broken = False
 
-    def _start(self) -> None:
-        """Starts what is packed; after an exception it stays so, less the moves that were made."""
-        while self.packed:
-            steps = self.packed[0]
-            if steps[0].moves is not None:  # no later step of a call has any
-                self.device.move(steps[0].moves)
-                steps[0] = steps[0]._replace(moves=None)
-            out = self.device.run(tuple([step.upload for step in steps]))
-            self.in_flight.append((self.packed.pop(0), out))
-            self.packer.stats.calls += 1
+    # --- one call -----------------------------------------------------------------
+
+    def _start(self, steps: list[Step]) -> None:
+        if steps[0].moves is not None:  # no later step of a call has any
+            self.device.move(steps[0].moves)
+        self.in_flight.append((steps, self.device.run(tuple([step.upload for step in steps]))))
+        self.packer.stats.calls += 1
 
     def _collect(self, num_left: int) -> None:
-        """Takes what the oldest calls drew, until ``num_left`` are in flight."""
+        """Takes what the oldest calls sample, until ``num_left`` are in flight."""
         while len(self.in_flight) > max(0, num_left):
             steps, out = self.in_flight[0]
-            outs = np.asarray(out)  # the call stays if this is interrupted
+            try:
+                outs = np.asarray(out)  # the call stays if this is interrupted
+            except Exception:
+                self.is_broken = True
+                self.device.discard()  # the calls after it fail, too
+                raise
+            self.is_broken = True
             self.in_flight.pop(0)
             for drawn, step in zip(outs, steps, strict=True):
                 if drawn[-1]:
                     raise CacheError(int(drawn[-1]))
                 self._take(drawn, step.drawn.samples)
+            self.is_broken = False
 
     def _take(self, out: np.ndarray, samples: list[Sample]) -> None:
-        """Gives samples what a step drew for them, and ends those that are done."""
+        """Gives samples what a step sampled for them, and ends those that are done."""
         stats, half, count = self.packer.stats, out.size // 2, len(samples)
         numbers = out[:count].tolist(), out[half:][:count].view(np.float32).tolist()
         # The others ended before these tokens.
         drawn = [one for one in zip(samples, *numbers, strict=True) if one[0].reason is None]
-        self.changed += [sample for sample, _, _ in drawn]
         stats.sampled_tokens += len(drawn)
         stats.nan_tokens += sum([logprob != logprob for _, _, logprob in drawn])
         for sample, token, logprob in drawn:
-            sampling = sample.sampling
-            sample.tokens.append(token)
-            sample.new.append(token)
-            if sampling.logprobs:
-                sample.logprobs.append(logprob)
-            if token in sampling.stop_token_ids:
-                if self.decode_steps > 1:  # a call does not compute what it has stopped at
-                    sample.tokens.pop()
-                self.end(sample, "stop")
-            elif len(sample.tokens) == sample.end:
-                self.end(sample, "length")
+            self._note(sample).append(token, logprob)
+            if (reason := sample.end_reason()) is not None:
+                self._end(sample, reason)
 
-    def end(self, sample: Sample, reason: FinishReason) -> None:
+    def _note(self, sample: Sample) -> Sample:
+        """Notes that a sample changes from here on. Returns it."""
+        self.changed.setdefault(sample, len(sample.tokens))
+        return sample
+
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
         """Ends a sample, of which the next outputs tell."""
+        self._note(sample).reason = reason
+        if reason == "stop" and self.decode_steps > 1:
+            # A call does not compute what it has stopped at, and the scheduler caches these.
+            self.packer.samples.tokens[sample.name] = sample.tokens[:-1]
         self.packer.scheduler.finish(sample.name)
         self.packer.samples.remove(sample)
-        sample.reason = reason
-        self.changed.append(sample)

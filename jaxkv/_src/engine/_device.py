@@ -3,6 +3,8 @@
 import concurrent.futures
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.kept import keep_in, place_for
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.moving import HostBlocks, MoveError
+from jaxkv._src.sleeping import CacheTemplate, SleepError, SleepingCache
 from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
 from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import Upload
@@ -27,6 +30,7 @@ Uploads = tuple[Upload, ...]  # of one shape
 State = tuple[KVCache, Array]  # and int32[N], see `Device`; between two calls
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
+_OWNERS: "weakref.WeakSet[Device]" = weakref.WeakSet()  # engines' devices, by whose cache they have
 
 
 class Device:
@@ -34,8 +38,9 @@ class Device:
 
     kind: of the sampler that is compiled: the widest wanted so far.
     vocab_size: columns of the logits, once a step was traced.
-    cache: a `KVCache`, or a `SleepingCache`, which jax refuses.
+    cache: a `KVCache`, or a `SleepingCache`, which jax refuses; None: it is lost.
     host_blocks: those in host memory.
+    may_be_lost: whether an exception has ended a call that may have taken the arrays along.
     """
 
     def __init__(self, forward: Forward, params: Any, cache: KVCache, num_drawn: int):
@@ -48,21 +53,67 @@ class Device:
         self._forward, self.params, self.kind = forward, params, Kind.GREEDY
         self.vocab_size, self.host_blocks, self._kinds = 0, HostBlocks(), _kinds_of(params)
         check_cache(cache)
+        _check_free(cache)
         self.cache: Any = cache
+        self._template, self.may_be_lost = CacheTemplate.of(cache), False
         first, *others = cache.status.devices()
         self._only = None if others else first
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
         # of one that no step shall go on from. They have the sharding of what steps return.
-        self._drawn = jax.device_put(jnp.zeros(num_drawn, jnp.int32), cache.status.sharding)
+        self._num_drawn, self._sharding = num_drawn, cache.status.sharding
+        self._drawn: Any = self._none_drawn()
         jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="kind")
         options = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
         self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | o) for o in options]
 
     def run(self, uploads: Uploads) -> Array:
         """Starts steps, and returns what they will draw; see `_run_steps`."""
-        (self.cache, self._drawn), out = self._step_of(uploads)(*self._arguments(uploads))
+        if self.cache.status.is_deleted():
+            raise RuntimeError(
+                "the engine's cache was donated to another call, or deleted, outside of the "
+                "engine, which owns it; the next step goes on with a new one"
+            )
+        try:
+            (self.cache, self._drawn), out = self._step_of(uploads)(*self._arguments(uploads))
+        except Exception as error:
+            if any(is_deleted(leaf) for leaf in jax.tree.leaves(self.params)):
+                raise RuntimeError(
+                    "arrays of the engine's params were deleted, or donated to another call; pass "
+                    "the weights that there are now to update"
+                ) from error
+            raise
         out.copy_to_host_async()
         return out
+
+    def check_awake(self) -> None:
+        """Raises SleepError if the cache sleeps."""
+        if isinstance(self.cache, SleepingCache) and not self.was_waking:
+            raise SleepError(f"the engine sleeps, {self.cache!r}; call wake_up first")
+
+    @property
+    def was_waking(self) -> bool:
+        """Whether an interrupt has come between the end of `wake_up` and its caller."""
+        return isinstance(self.cache, SleepingCache) and not self.cache.levels
+
+    def discard(self) -> None:
+        """Gives up all arrays that steps return, because one of them has failed."""
+        self.cache = self._drawn = None
+
+    def restore(self) -> None:
+        """Allocates what failed or interrupted calls have lost, without the content."""
+        if not self.may_be_lost:
+            return
+        if self.was_waking or not (self._is_asleep or _is_ready(self.cache)):
+            self.cache = None  # or there are two for a moment
+            self.cache = self._template.make()
+        if not _is_ready(self._drawn):
+            self._drawn = self._none_drawn()
+        self.host_blocks = HostBlocks()
+        self.may_be_lost = False
+
+    def take_over(self) -> None:
+        """Makes the cache this one's, so that no other engine takes it."""
+        _OWNERS.add(self)
 
     def move(self, moves: Moves) -> None:
         """Moves blocks between the memories, before the next steps."""
@@ -88,20 +139,26 @@ class Device:
         for uploads in calls:
             self.run(uploads)
 
-    def update(self, params: Any) -> None:
-        """Takes other weights; raises ValueError for another structure, shape or dtype."""
+    def check_like(self, params: Any) -> None:
+        """Raises ValueError for weights of another structure, shape or dtype."""
         if jax.tree.structure(self.params) != jax.tree.structure(params):
             raise ValueError("params has another tree structure than the engine was made with")
         for name, kind in _kinds_of(params).items():
             if kind != (was := self._kinds[name]):
                 raise ValueError(f"{name} is {kind}; the engine was made with {was}")
-        self.params = params
 
-    def ring(self, depth: int) -> UploadRing | None:
+    def ring(self, decode_steps: int) -> UploadRing | None:
         """Returns a ring of page-locked uploads, for a cache on one GPU."""
         if self._only is None or self._only.platform != "gpu":
             return None
-        return UploadRing(depth=depth, device=self._only)
+        return UploadRing(depth=max(16, 4 * decode_steps), device=self._only)
+
+    @property
+    def _is_asleep(self) -> bool:
+        return isinstance(self.cache, SleepingCache)
+
+    def _none_drawn(self) -> Array:
+        return jax.device_put(jnp.zeros(self._num_drawn, jnp.int32), self._sharding)
 
     def _step_of(self, uploads: Uploads) -> Any:
         return self.steps[uploads[0].shape.max_tokens <= FEW_TOKENS]
@@ -153,6 +210,36 @@ class Device:
         drawn = lax.dynamic_update_slice(state[1], drawn, of["place"][0])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
         return (cache, drawn), jnp.concatenate([tokens, bits, cache.error_flags[None]])
+
+
+def _check_free(cache: KVCache) -> None:
+    """Raises ValueError if another engine has the cache."""
+    for turn in range(2):
+        caches = [other.cache for other in list(_OWNERS)]
+        if not any(isinstance(of, KVCache) and of.status is cache.status for of in caches):
+            return
+        if not turn:
+            del caches
+            gc.collect()  # it may be one that nobody refers to any more
+    raise ValueError(
+        "cache belongs to another engine, which donates it to its steps; make one for each engine"
+    )
+
+
+def _is_ready(arrays: Any) -> bool:
+    """Returns whether arrays exist, and the calls that return them have not failed."""
+    if arrays is None or any(map(is_deleted, jax.tree.leaves(arrays))):
+        return False
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:
+        return False
+    return True
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Returns whether this is an array of jax that was deleted or donated."""
+    return isinstance(leaf, Array) and leaf.is_deleted()
 
 
 def _leave_ended_out(step: StepContext) -> Array:

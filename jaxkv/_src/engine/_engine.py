@@ -44,8 +44,9 @@ class Engine:
     a step ahead of the device, to which tokens go on without passing through the host. Equal
     prefixes of prompts are computed once.
 
-    Not thread-safe. After an exception the engine goes on with its next `step`: an upload that was
-    packed is kept and runs first. If an upload was lost nevertheless, call `restart`.
+    Not thread-safe. After an exception or an interrupt, at any time, the engine goes on with its
+    next `step`, and no token is lost: what failed is computed again, in a new cache if a call has
+    taken the old one along.
     """
 
     @plain_ints
@@ -134,10 +135,10 @@ class Engine:
         if reproducible:
             self._device.kind = Kind.LIMITED  # one compiled step for all samplings
         self._device.trace((self._ladder.to_trace.idle(),))
-        ring = self._device.ring(depth=max(16, 4 * decode_steps))
-        parts = self._scheduler, self._samples, self.stats
-        self._packer = Packer(self.manager, self._ladder, *parts, ring, num_drawn)
+        parts = self._scheduler, self._samples, self.stats, self._device.ring(decode_steps)
+        self._packer = Packer(self.manager, self._ladder, *parts, num_drawn)
         self._calls = Calls(self._device, self._packer, decode_steps)
+        self._device.take_over()
 
     def __repr__(self) -> str:
         return f"Engine({self._scheduler!r}, {len(self._ladder.shapes)} shapes)"
@@ -147,7 +148,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._samples.of or self._calls.changed)
+        return bool(self._samples.of_request or self._calls.changed)
 
     def generate(
         self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None = None
@@ -211,6 +212,7 @@ class Engine:
           TypeError, ValueError: a prompt that is not token ids, or that is too long for the plan
             together with ``max_tokens``; a name in use.
         """
+        self._calls.mend()
         samples = self._samples.made(request, "prompt", prompt, sampling, self._device.vocab_size)
         self._add(samples, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
 
@@ -221,10 +223,10 @@ class Engine:
           ValueError: an unknown request, or one that has ended.
         """
         check_name(request)
+        self._calls.mend()
         if request not in self._samples.of_request:
             raise ValueError(f"request={request!r} is unknown, or has ended")
-        for sample in self._samples.of_request[request].copy():
-            self._calls.end(sample, "abort")
+        self._calls.abort(request)
 
     def step(self) -> list[Output]:
         """Sends the next step to the device, and returns what the one before has computed.
@@ -235,8 +237,13 @@ class Engine:
 
         Raises:
           CacheError: the device found an error; see `check_errors`.
+          SleepError: the engine sleeps.
+          RuntimeError: jax's own, as for weights that were deleted; call `update` then.
         """
-        return [sample.output() for sample in self._calls.advance()]
+        self._calls.advance()
+        outputs = self._calls.outputs()
+        self._calls.changed = {}  # no call, so that no interrupt, comes between this and the caller
+        return outputs
 
     @property
     def bytes_in_flight(self) -> int:
@@ -249,7 +256,7 @@ class Engine:
         """Takes new weights. No prompt shares what the old ones computed.
 
         Args:
-          params: arrays of the same shapes and dtypes.
+          params: arrays of the same shapes and dtypes; the old ones may be deleted by now.
           in_flight: of requests that have not ended. "finish": they go on, over keys and values of
             the old weights. "restart": they start again, from their prompts; outputs of tokens that
             `step` has returned are void.
@@ -258,11 +265,17 @@ class Engine:
           ValueError: other arrays than the engine was made with.
         """
         check_choice(("finish", "restart"), in_flight=in_flight)
-        self._calls.settle()
-        self._device.update(params)
-        self.manager.new_epoch()
-        if in_flight == "restart":
-            self._restart(from_prompts=True)
+        calls = self._calls
+        self._device.check_like(params)
+        calls.settle()
+        calls.is_broken = True
+        calls.starts_over = in_flight == "restart"
+        self._device.params = params
+        if calls.starts_over:
+            calls.rebuild()
+        else:
+            self.manager.new_epoch()
+            calls.is_broken = False
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.
@@ -273,26 +286,50 @@ class Engine:
 
         Returns:
           The bytes of device memory that are free now.
+
+        Raises:
+          SleepError: the engine sleeps already.
         """
-        self._calls.settle()
-        self._device.cache = asleep = sleep(self._device.cache, level=level)
+        calls, device = self._calls, self._device
+        calls.settle()
+        device.restore()
+        calls.is_broken = True
+        try:
+            device.cache = asleep = sleep(device.cache, level=level)
+        except Exception:  # the cache is as it was
+            calls.is_broken = False
+            raise
         if level == 2:
-            self._restart(from_prompts=False)
-            self.manager.reset_prefixes()
+            calls.rebuild()
+        calls.is_broken = False
         return asleep.released_bytes
 
     def wake_up(self) -> None:
-        """Takes the memory of the cache again."""
-        self._device.cache = wake_up(self._device.cache)
+        """Takes the memory of the cache again.
+
+        Raises:
+          SleepError: the engine is awake.
+        """
+        calls, device = self._calls, self._device
+        calls.mend()
+        if device.was_waking:
+            return device.restore()
+        calls.is_broken = True
+        try:
+            device.cache = wake_up(device.cache)
+        except Exception:  # it sleeps as before
+            calls.is_broken = False
+            raise
+        calls.is_broken = False
 
     def restart(self) -> None:
         """Computes all requests again, with the tokens that they have.
 
-        For a cache that lost its content or an upload, as `CacheError` says.
+        For a cache whose content was changed by others. After an exception, as `CacheError`, the
+        next `step` does this by itself.
         """
-        self._calls.forget()
-        self.manager.reset()
-        self._restart(from_prompts=False)
+        self._calls.is_broken = True
+        self._calls.mend()
 
     def warm_up(self, *samplings: Sampling) -> None:
         """Compiles the step for every shape, so that serving never does; shows its progress.
@@ -311,6 +348,9 @@ class Engine:
             check_kind(Sampling, "jaxkv.Sampling objects, one by one", samplings=sampling)
         self._calls.settle()
         device, ladder, ring = self._device, self._ladder, self._packer.ring
+        device.check_awake()
+        device.restore()
+        self._calls.is_broken = True
         device.kind = max([device.kind, *(sampling.kind for sampling in samplings)])
         calls = [(shape.idle(ring),) for shape in ladder.shapes]
         if (most := self._calls.decode_steps) > 1:
@@ -320,36 +360,34 @@ class Engine:
         device.warm_up(calls)
         if (stats := self.manager.tier_stats()) is not None:
             device.cache = device.host_blocks.warm_up(device.cache, stats.num_bytes)
+        self._calls.is_broken = False
 
     # --- steps --------------------------------------------------------------------
 
     def _outputs(self, requests: list[list[Sample]]) -> Iterator[Output]:
+        calls = self._calls
+        calls.mend()
         if self.has_work:
             raise ValueError(
                 f"the engine has {len(self._samples.of)} samples that have not ended, or outputs "
                 "that step has not returned: generate needs it for itself; call step until "
                 "has_work is False, or add these prompts to them"
             )
-        for samples in sorted(requests, key=lambda samples: samples[0].num_prompt - samples[0].end):
-            self._add(samples)
+        requests.sort(key=lambda samples: samples[0].num_prompt - samples[0].end)
         try:
+            for samples in requests:
+                self._add(samples)
             while self.has_work:
-                ended = [sample for sample in self._calls.advance() if sample.reason is not None]
-                yield from [sample.output() for sample in ended]
+                calls.advance()
+                changed, calls.changed = calls.changed, {}
+                ended = [sample for sample in changed if sample.reason is not None]
+                yield from [sample.output(sample.num_prompt) for sample in ended]
         finally:
-            for request in list(self._samples.of_request):
-                self.abort(request)
-            self._calls.changed.clear()
-
-    def _restart(self, *, from_prompts: bool) -> None:
-        """Lets all requests wait, to be computed again; nothing is in flight."""
-        self._samples.restart(from_prompts=from_prompts)
-        self._scheduler.restart()
-
-    # --- pieces -------------------------------------------------------------------
+            calls.is_void = True  # whatever interrupts the next line, the next call does it then
+            calls.mend()
 
     def _add(self, samples: list[Sample], **prefix: Any) -> None:
-        first = samples[0]
+        first, self._calls.is_broken = samples[0], True
         for sample in samples:
             self._samples.add(sample)
         sizes = {"samples": len(samples), "max_tokens": first.end}
@@ -357,7 +395,10 @@ class Engine:
             self._scheduler.add(first.request, first.num_prompt, **sizes, **prefix)
         except (TypeError, ValueError):
             for sample in samples:
-                self._samples.remove(sample)
+                self._samples.leave(sample)
+            self._calls.is_broken = False
             raise
         self._device.kind = max(self._device.kind, first.sampling.kind)
+        self._samples.of_request[first.request] = samples  # from here on it is there
+        self._calls.is_broken = False
         self.stats.prompt_tokens += first.num_prompt

@@ -62,22 +62,22 @@ class Packer:
     place: int = 0
     drawn: Drawn = NONE_DRAWN
 
-    def pack(self, most_steps: int, calls: list[list[Step]]) -> None:
+    def pack(self, most_steps: int) -> list[list[Step]]:
         """Packs some decodes of one shape, or one other step; none if there is no work.
 
         Where more than half of the decodes have work, idle ones make them complete.
 
-        Args:
-          calls: takes the steps of each call: all of them if they are complete, else one. After an
-            exception it has those that were packed before.
+        Returns:
+          The steps of each call: all of them if they are complete, else one.
         """
         steps: list[Step] = []
+        idle: list[Step] = []
         shape: StepShape | None = None  # of all of them
         while self.samples.of and len(steps) < most_steps:
             schedule = self.scheduler.schedule(max_tokens=self._most_tokens())
             if not schedule.work:
                 if shape is not None and most_steps < 2 * len(steps):
-                    steps += [Step(shape.idle(self.ring)) for _ in range(most_steps - len(steps))]
+                    idle = [Step(shape.idle(self.ring)) for _ in range(most_steps - len(steps))]
                 break
             num_tokens = sum(schedule.work.values())
             wanted = self.ladder.fitting(schedule, num_tokens)
@@ -86,13 +86,13 @@ class Packer:
             elif wanted.max_query_len > 1 or wanted.max_tokens > shape.max_tokens:
                 break  # the schedule comes again
             steps.append(self._pack(schedule, shape))
-            calls.append(steps[-1:])
             self._count(schedule, num_tokens, shape.max_tokens - num_tokens)
             if shape.max_query_len > 1:
                 break
         # Moves read what the steps of earlier calls have written.
-        if len(steps) == most_steps and not any(step.moves for step in steps[1:]):
-            calls[:] = [steps]
+        if len(steps + idle) == most_steps and not any(step.moves for step in steps[1:]):
+            return [steps + idle]
+        return [[step] for step in steps]
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""

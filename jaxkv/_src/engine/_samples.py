@@ -26,9 +26,9 @@ class Sample:
 
     name: in the scheduler.
     tokens: int32s, prompt and generated tokens that are known; the scheduler reads them.
+    logprobs: f32s, of the generated ones, if the request asks for them.
     end: tokens that it may have, the prompt's included.
     seed: of its request's random numbers.
-    new, logprobs: generated tokens that no output has held.
     slot: of its record in `Samples.records`; -1: none.
     """
 
@@ -41,24 +41,39 @@ class Sample:
     end: int
     seed: int
     slot: int = -1
-    new: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+    logprobs: array.array[float] = dataclasses.field(default_factory=lambda: array.array("f"))
     reason: FinishReason | None = None
 
-    def output(self) -> Output:
-        """Returns the tokens that no output has held."""
-        tokens, logprobs = self.new, self.logprobs if self.sampling.logprobs else None
-        self.new = []
-        self.logprobs = []
+    def append(self, token: int, logprob: float) -> None:
+        """Appends a token, whole: it is there once all of this is."""
+        if self.sampling.logprobs:
+            del self.logprobs[len(self.tokens) - self.num_prompt :]  # of an interrupted call
+            self.logprobs.append(logprob)
+        self.tokens.append(token)
+
+    def end_reason(self) -> FinishReason | None:
+        """Returns the reason for which the sample ends after its last token, if there is one."""
+        tokens = self.tokens
+        if len(tokens) > self.num_prompt and tokens[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(tokens) == self.end else None
+
+    def output(self, start: int) -> Output:
+        """Returns the tokens from position ``start`` on."""
+        logprobs = None
+        if self.sampling.logprobs:
+            ends = [at - self.num_prompt for at in (start, len(self.tokens))]
+            logprobs = self.logprobs[slice(*ends)].tolist()
+        tokens = self.tokens[start:].tolist()
         return Output(self.request, self.index, tokens, logprobs, self.reason)
 
 
 class Samples:
     """All samples that have not ended.
 
+    of_request: by request. All else is derived from it, see `restart`.
     of: by name.
     tokens: token ids by name, for the scheduler.
-    of_request: by request.
     records: a `RECORD` of each, as it was sent last.
     """
 
@@ -102,29 +117,41 @@ class Samples:
             Sample(one, request, at, sampling, tokens[:], *numbers) for at, one in enumerate(names)
         ]
 
+    def listed(self) -> list[Sample]:
+        """Returns all samples."""
+        return [sample for samples in self.of_request.values() for sample in samples]
+
     def add(self, sample: Sample) -> None:
-        """Adds a sample."""
+        """Adds a sample to all but ``of_request``."""
         if not self._free:
             self._free = list(range(self.records.size, 2 * self.records.size))
             self.records = np.append(self.records, np.zeros_like(self.records))
         sample.slot = self._free.pop()
         self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
-        self.of_request.setdefault(sample.request, []).append(sample)
         last = sample.end - sample.num_prompt - 1
         self.records[sample.slot] = record_of(sample.sampling, sample.seed, sample.index, last)
+        self.records["position"][sample.slot] = len(sample.tokens) - sample.num_prompt - 1
 
-    def restart(self, *, from_prompts: bool) -> None:
-        """Forgets what steps in flight draw, or all that was drawn."""
-        for sample in self.of.values():
-            if from_prompts:
-                del sample.tokens[sample.num_prompt :]
-                sample.output()  # is void
-            self.records["position"][sample.slot] = len(sample.tokens) - sample.num_prompt - 1
+    def restart(self) -> None:
+        """Derives all but ``of_request`` again, from the samples there that have not ended."""
+        alive: dict[Hashable, list[Sample]] = {}
+        for sample in self.listed():
+            if sample.reason is None:
+                alive.setdefault(sample.request, []).append(sample)
+        self.of_request, self.of = alive, {}
+        self.tokens.clear()  # the scheduler's, too
+        self._free = list(range(self.records.size))
+        for sample in self.listed():
+            self.add(sample)
+
+    def leave(self, sample: Sample) -> None:
+        """Takes a sample out of all but ``of_request``."""
+        del self.of[sample.name], self.tokens[sample.name]
+        self._free.append(sample.slot)
 
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""
-        del self.of[sample.name], self.tokens[sample.name]
-        self._free.append(sample.slot)
+        self.leave(sample)
         others = self.of_request[sample.request]
         others.remove(sample)
         if not others:

@@ -56,6 +56,10 @@ class Chooser:
             functools.partial(self._token_ids, work, places, computed),
         )
 
+    def restart(self) -> None:
+        """Forgets all schedules so far."""
+        self._last, self.is_idle, self.extended = None, False, None
+
     def is_chosen(self, name: Hashable) -> bool:
         """Returns whether a request is in a schedule that was not carried out yet."""
         is_carried_out = self._num_uploads != self._manager.num_uploads
@@ -283,10 +287,7 @@ class Chooser:
         """Takes the blocks of a running request, which waits to go on or to be computed again."""
         computed = self._queues.num_computed(request)
         (self._prompts.park if may_go_on else self._prompts.finish)(request)
-        self.drop(request, needs_token=computed >= self._queues.num_tokens(request))
-
-    def drop(self, request: Request, *, needs_token: bool = False) -> None:
-        """Lets a request that ran wait, after the manager has ended it."""
         self.forget(request.name)
         self._queues.stop(request)
+        needs_token = computed >= self._queues.num_tokens(request)
         self._queues.wait(request, needs_token=needs_token)

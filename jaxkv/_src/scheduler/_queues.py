@@ -74,6 +74,11 @@ class Queues:
         return bool(self.ledger.needs_token[request.index])
 
     @property
+    def by_age(self) -> list[Request]:
+        """All requests, the oldest first."""
+        return sorted(self.of.values(), key=_age)
+
+    @property
     def order(self) -> InOrder:
         """The running requests, oldest first."""
         if self._in_order is None:
@@ -148,6 +153,23 @@ class Queues:
         for sample in samples:
             sample.leader = sample.ids = None  # other tokens may follow the prompt
         return samples
+
+    def restart(self) -> None:
+        """Makes all requests wait. All but ``of`` and the leader of each is derived again."""
+        requests = self.by_age
+        for request in requests:
+            request.row, request.samples, request.chunk_ends = -1, [], ()
+        for request in requests:
+            leader = request.leader
+            if leader is not None and self.of.get(leader.name) is leader:
+                leader.samples.append(request)
+            else:
+                request.leader = None
+        self.waiting = [request for request in requests if request.leader is None]
+        self.leaders = {request.name: request for request in requests if request.samples}
+        self.running, self.in_chunks, self.handed = {}, {}, set()
+        self._in_order, self._is_sorted = None, True
+        self.ledger.restart([request.index for request in requests])
 
     def remove(self, request: Request) -> None:
         """Forgets a request; the first of its samples computes the prompt in its place."""

@@ -96,6 +96,13 @@ class Ledger:
         self.numbers[:, index] = num_tokens, max_tokens, 0, ANYWHERE, ANYWHERE, -1, 0
         return index
 
+    def restart(self, index: Sequence[int]) -> None:
+        """Makes all requests wait, whose indices these are."""
+        self._hold(self.numbers)
+        self.chunk_ends[:], self.rows[:], self.needs_token[:] = ANYWHERE, -1, False
+        self._free = sorted({*range(self.rows.size)}.difference(index))
+        self._last = None
+
     def leave(self, index: int) -> None:
         """Removes a request."""
         self._free.append(index)

@@ -495,22 +495,21 @@ class Scheduler:
         self._queues.remove(known)
 
     def restart(self) -> None:
-        """Lets all requests that run wait and be computed again, in the order of their arrival.
+        """Computes all requests again, in the order of their arrival.
 
         Call it after `BlockManager.reset`, because the blocks are gone, or for new weights after
-        `BlockManager.new_epoch`. Tokens whose ids are not in the scheduler's ``tokens`` are
-        forgotten, because the steps that sample them may not have run, and schedules so far are
-        to be neither carried out nor answered.
+        `BlockManager.new_epoch`. After both it may be called in any state, that of an interrupted
+        call (KeyboardInterrupt) included. Tokens whose ids are not in the scheduler's ``tokens``
+        are forgotten, because the steps that sample them may not have run, and schedules so far
+        are to be neither carried out nor answered.
         """
-        for request in reversed(self._queues.running.copy().values()):
+        for request in reversed(self._queues.by_age):
             if request.name in self._manager.requests:
-                self._chooser.preempt(request)
-            else:
-                self._chooser.drop(request)
-        self._chooser.is_idle = False
+                self._prompts.finish(request)
+        self._queues.restart()
+        self._chooser.restart()
         for request in self._queues.of.values():
             self._prompts.unpark(request)
-            self._ledger.needs_token[request.index] = False
             self._prompts.forget_unknown(request, self._ledger)
 
     # --- steps --------------------------------------------------------------------

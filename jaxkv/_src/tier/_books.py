@@ -313,13 +313,10 @@ class HostTier:
         self._copy_of[:] = 0
         return kept[kept < self.room.first_id]
 
-    def reset(self) -> None:
-        """Lets the next moves go on from any state of host memory, which is empty."""
-        for number in self._pins():
-            self.room.unpin(number)
-        for of_moves in (self._stores, self._loads, self._pinned, self._ahead, self._later):
-            of_moves.clear()
-        self._sealed, self._is_anew, self._is_urgent = None, True, False
+    def follow(self, before: "HostTier") -> None:
+        """Counts on; the next moves go on from any state of host memory, which is empty."""
+        self._counts, self.bytes_ahead = before._counts, before.bytes_ahead
+        self._number, self._is_anew = before._number, True
 
     def count(self, **counts: int) -> None:
         """Adds to counts of `TierStats`."""
