@@ -82,7 +82,7 @@ class ModelDevice:
         self.seen: Counter[str] = Counter()
         self.lengths: set[int] = set()
         self.given_ring: Ring | None = None
-        self.may_be_lost = self.was_waking = False
+        self.may_be_lost = self.was_waking = self.was_taken = False
 
     def trace(self, uploads: object) -> None: ...
 

@@ -69,6 +69,7 @@ class Calls:
         self.mend()
         with contextlib.suppress(Exception):
             self._collect(0)
+        self.is_broken = self.is_broken or self.device.was_taken
         self.mend()
         self.packer.drawn = NONE_DRAWN  # the host knows all tokens
 

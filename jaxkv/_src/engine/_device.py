@@ -68,7 +68,7 @@ class Device:
 
     def run(self, uploads: Uploads) -> Array:
         """Starts steps, and returns what they will draw; see `_run_steps`."""
-        if self.cache.status.is_deleted():
+        if self.was_taken:
             raise RuntimeError(
                 "the engine's cache was donated to another call, or deleted, outside of the "
                 "engine, which owns it; the next step goes on with a new one"
@@ -76,7 +76,7 @@ class Device:
         try:
             (self.cache, self._drawn), out = self._step_of(uploads)(*self._arguments(uploads))
         except Exception as error:
-            if any(is_deleted(leaf) for leaf in jax.tree.leaves(self.params)):
+            if _has_deleted(self.params):
                 raise RuntimeError(
                     "arrays of the engine's params were deleted, or donated to another call; pass "
                     "the weights that there are now to update"
@@ -89,6 +89,11 @@ class Device:
         """Raises SleepError if the cache sleeps."""
         if isinstance(self.cache, SleepingCache) and not self.was_waking:
             raise SleepError(f"the engine sleeps, {self.cache!r}; call wake_up first")
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether somebody else has deleted or donated arrays of the cache."""
+        return isinstance(self.cache, KVCache) and _has_deleted(self.cache)
 
     @property
     def was_waking(self) -> bool:
@@ -228,7 +233,7 @@ def _check_free(cache: KVCache) -> None:
 
 def _is_ready(arrays: Any) -> bool:
     """Returns whether arrays exist, and the calls that return them have not failed."""
-    if arrays is None or any(map(is_deleted, jax.tree.leaves(arrays))):
+    if arrays is None or _has_deleted(arrays):
         return False
     try:
         jax.block_until_ready(arrays)
@@ -237,9 +242,10 @@ def _is_ready(arrays: Any) -> bool:
     return True
 
 
-def is_deleted(leaf: Any) -> bool:
-    """Returns whether this is an array of jax that was deleted or donated."""
-    return isinstance(leaf, Array) and leaf.is_deleted()
+def _has_deleted(tree: Any) -> bool:
+    """Returns whether an array of jax in a pytree was deleted or donated."""
+    leaves = jax.tree.leaves(tree)
+    return any([isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves])
 
 
 def _leave_ended_out(step: StepContext) -> Array:
