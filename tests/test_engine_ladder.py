@@ -162,7 +162,8 @@ def test_every_sample_has_a_record_of_its_own_however_many_there_are() -> None:
     samples, lasts = Samples(48, seed=0), {}
     for name in range(200):
         sampling = Sampling(temperature=1.0, max_tokens=1 + name % 7, n=2, seed=name)
-        for sample in samples.made(name, "prompt", [1, 2], sampling, vocab_size=9):
+        samples.of_request[name] = samples.made(name, "prompt", [1, 2], sampling, vocab_size=9)
+        for sample in samples.of_request[name]:
             samples.add(sample)
             lasts[sample.name] = name, sample.index, name % 7
         if name % 3 == 2:

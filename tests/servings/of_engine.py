@@ -15,7 +15,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import Plan, Sampling
-from jaxkv._src.engine import _engine
+from jaxkv._src.engine import _engine, _states
 from jaxkv._src.engine._samples import NUM_STOPS, RECORD
 from jaxkv._src.engine._sampling import Kind
 from jaxkv.blocks import Moves, Upload
@@ -430,8 +430,8 @@ class EngineServing:
 
         with (
             self.undisturbed(),
-            mock.patch.object(_engine, "sleep", asleep),
-            mock.patch.object(_engine, "wake_up", lambda asleep: cache),
+            mock.patch.object(_states, "sleep", asleep),
+            mock.patch.object(_states, "wake_up", lambda asleep: cache),
         ):
             assert self.engine.sleep(level) == 1
             self.engine.wake_up()

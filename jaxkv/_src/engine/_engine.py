@@ -11,6 +11,7 @@ from jaxkv._src.engine._ladder import Ladder, check_reproducible
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
 from jaxkv._src.engine._sampling import Kind, Output, Sampling, Stats
+from jaxkv._src.engine._states import awake, fall_asleep, set_params, warm_up
 from jaxkv._src.internal.checks import (
     check_at_most,
     check_choice,
@@ -23,7 +24,6 @@ from jaxkv._src.internal.checks import (
 from jaxkv._src.planning import Plan, stores_encoder_tokens
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
-from jaxkv._src.sleeping import sleep, wake_up
 from jaxkv._src.tier import HostMemory
 
 
@@ -265,17 +265,7 @@ class Engine:
           ValueError: other arrays than the engine was made with.
         """
         check_choice(("finish", "restart"), in_flight=in_flight)
-        calls = self._calls
-        self._device.check_like(params)
-        calls.settle()
-        calls.is_broken = True
-        calls.starts_over = in_flight == "restart"
-        self._device.params = params
-        if calls.starts_over:
-            calls.rebuild()
-        else:
-            self.manager.new_epoch()
-            calls.is_broken = False
+        set_params(self._calls, params, starts_over=in_flight == "restart")
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.
@@ -290,19 +280,7 @@ class Engine:
         Raises:
           SleepError: the engine sleeps already.
         """
-        calls, device = self._calls, self._device
-        calls.settle()
-        device.restore()
-        calls.is_broken = True
-        try:
-            device.cache = asleep = sleep(device.cache, level=level)
-        except Exception:  # the cache is as it was
-            calls.is_broken = False
-            raise
-        if level == 2:
-            calls.rebuild()
-        calls.is_broken = False
-        return asleep.released_bytes
+        return fall_asleep(self._calls, level)
 
     def wake_up(self) -> None:
         """Takes the memory of the cache again.
@@ -310,17 +288,7 @@ class Engine:
         Raises:
           SleepError: the engine is awake.
         """
-        calls, device = self._calls, self._device
-        calls.mend()
-        if device.was_waking:
-            return device.restore()
-        calls.is_broken = True
-        try:
-            device.cache = wake_up(device.cache)
-        except Exception:  # it sleeps as before
-            calls.is_broken = False
-            raise
-        calls.is_broken = False
+        awake(self._calls)
 
     def restart(self) -> None:
         """Computes all requests again, with the tokens that they have.
@@ -346,21 +314,7 @@ class Engine:
         """
         for sampling in samplings:
             check_kind(Sampling, "jaxkv.Sampling objects, one by one", samplings=sampling)
-        self._calls.settle()
-        device, ladder, ring = self._device, self._ladder, self._packer.ring
-        device.check_awake()
-        device.restore()
-        self._calls.is_broken = True
-        device.kind = max([device.kind, *(sampling.kind for sampling in samplings)])
-        calls = [(shape.idle(ring),) for shape in ladder.shapes]
-        if (most := self._calls.decode_steps) > 1:
-            calls += [
-                tuple([one.idle(ring) for _ in range(most)]) for one in ladder.decode.values()
-            ]
-        device.warm_up(calls)
-        if (stats := self.manager.tier_stats()) is not None:
-            device.cache = device.host_blocks.warm_up(device.cache, stats.num_bytes)
-        self._calls.is_broken = False
+        warm_up(self._calls, samplings)
 
     # --- steps --------------------------------------------------------------------
 
@@ -379,7 +333,8 @@ class Engine:
                 self._add(samples)
             while self.has_work:
                 calls.advance()
-                changed, calls.changed = calls.changed, {}
+                changed = calls.changed
+                calls.changed = {}
                 ended = [sample for sample in changed if sample.reason is not None]
                 yield from [sample.output(sample.num_prompt) for sample in ended]
         finally:

@@ -138,8 +138,9 @@ class Samples:
         for sample in self.listed():
             if sample.reason is None:
                 alive.setdefault(sample.request, []).append(sample)
-        self.of_request, self.of = alive, {}
-        self.tokens.clear()  # the scheduler's, too
+        self.of_request = alive
+        self.of.clear()
+        self.tokens.clear()
         self._free = list(range(self.records.size))
         for sample in self.listed():
             self.add(sample)

@@ -158,7 +158,8 @@ class Queues:
         """Makes all requests wait. All but ``of`` and the leader of each is derived again."""
         requests = self.by_age
         for request in requests:
-            request.row, request.samples, request.chunk_ends = -1, [], ()
+            request.row, request.chunk_ends = -1, ()
+            request.samples = []
         for request in requests:
             leader = request.leader
             if leader is not None and self.of.get(leader.name) is leader:
@@ -167,7 +168,8 @@ class Queues:
                 request.leader = None
         self.waiting = [request for request in requests if request.leader is None]
         self.leaders = {request.name: request for request in requests if request.samples}
-        self.running, self.in_chunks, self.handed = {}, {}, set()
+        for of_running in (self.running, self.in_chunks, self.handed):
+            of_running.clear()
         self._in_order, self._is_sorted = None, True
         self.ledger.restart([request.index for request in requests])
 

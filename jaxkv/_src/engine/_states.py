@@ -1,0 +1,69 @@
+"""Changes of an engine's state between its steps: weights, sleep and compilation."""
+
+from jaxkv._src.engine._calls import Calls
+from jaxkv._src.engine._sampling import Sampling
+from jaxkv._src.sleeping import sleep, wake_up
+
+
+def set_params(calls: Calls, params: object, *, starts_over: bool) -> None:
+    """Takes new weights; see `Engine.update`."""
+    calls.device.check_like(params)
+    calls.settle()
+    calls.is_broken = True
+    calls.starts_over = starts_over
+    calls.device.params = params
+    if starts_over:
+        calls.rebuild()
+    else:
+        calls.packer.manager.new_epoch()
+        calls.is_broken = False
+
+
+def fall_asleep(calls: Calls, level: int) -> int:
+    """Gives the cache's memory back, and returns the bytes; see `Engine.sleep`."""
+    device = calls.device
+    calls.settle()
+    device.restore()
+    calls.is_broken = True
+    try:
+        device.cache = asleep = sleep(device.cache, level=level)
+    except Exception:  # the cache is as it was
+        calls.is_broken = False
+        raise
+    if level == 2:
+        calls.rebuild()
+    calls.is_broken = False
+    return asleep.released_bytes
+
+
+def awake(calls: Calls) -> None:
+    """Takes the cache's memory again; see `Engine.wake_up`."""
+    device = calls.device
+    calls.mend()
+    if device.was_waking:
+        return device.restore()
+    calls.is_broken = True
+    try:
+        device.cache = wake_up(device.cache)
+    except Exception:  # it sleeps as before
+        calls.is_broken = False
+        raise
+    calls.is_broken = False
+
+
+def warm_up(calls: Calls, samplings: tuple[Sampling, ...]) -> None:
+    """Compiles all steps; see `Engine.warm_up`."""
+    device, ladder = calls.device, calls.packer.ladder
+    calls.settle()
+    device.check_awake()
+    device.restore()
+    calls.is_broken = True
+    ring, most = calls.packer.ring, calls.decode_steps
+    device.kind = max([device.kind, *(sampling.kind for sampling in samplings)])
+    shapes = [(shape.idle(ring),) for shape in ladder.shapes]
+    if most > 1:
+        shapes += [tuple([one.idle(ring) for _ in range(most)]) for one in ladder.decode.values()]
+    device.warm_up(shapes)
+    if (stats := calls.packer.manager.tier_stats()) is not None:
+        device.cache = device.host_blocks.warm_up(device.cache, stats.num_bytes)
+    calls.is_broken = False
