@@ -1,4 +1,8 @@
-"""Functions that are lowered once, and kept in a folder for later processes."""
+"""Functions that are lowered once, and cached in a folder for later processes.
+
+People may share the folder, so that nothing in it is trusted to be Python: a file holds a hash, a
+line of JSON and what `jax.export` has serialized.
+"""
 
 import contextlib
 import contextvars
@@ -7,9 +11,9 @@ import functools
 import hashlib
 import importlib
 import itertools
+import json
 import os
 import pathlib
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +26,7 @@ import numpy as np
 from jax import export
 
 DIGEST = 32  # bytes of a hash of a file's content, before it
+Outputs = Any  # the form of a result: a tuple of such forms, None, or 0 for an array
 
 
 class Place(NamedTuple):
@@ -57,7 +62,10 @@ def place_for(device: jax.Device) -> Place | None:
 
 
 def kept_jit[F: Callable[..., Any]](function: F) -> F:
-    """Decorates a function: `jax.jit` whose keywords are static, and which `keep_in` keeps."""
+    """Decorates a function: `jax.jit` whose keywords are static, and which `keep_in` keeps.
+
+    It returns arrays, None, and tuples of these.
+    """
 
     def run(place: Place | None, static: tuple[tuple[str, Any], ...], *args: Any) -> Any:
         with keep_in(place):
@@ -90,22 +98,56 @@ def run_kept(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
     except TypeError:
         return function(*args, **static)
     path = pathlib.Path(place.folder, f"{function.__name__.strip('_')}-{key}")
-    found = _read(path)
-    if not found:
+    shapes = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in types]
+    lowered = _read(path, place.platform, shapes)
+    if lowered is None:
+        found: list[Outputs] = []
         flat = functools.partial(_flat, function, tree, static, found)
-        shapes = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in types]
         exported = export.export(jax.jit(flat), platforms=[place.platform])(*shapes)
-        found.append(bytes(exported.serialize()))
-        _write(path, pickle.dumps(found))
-    outputs, lowered = found
-    arrays = export.deserialize(bytearray(lowered)).call(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(outputs), arrays)
+        lowered = Lowered(found[-1], exported)
+        _write(path, b"\n".join([json.dumps(found[-1]).encode(), exported.serialize()]))
+    arrays = lowered.exported.call(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(lowered.outputs), arrays)
+
+
+class Lowered(NamedTuple):
+    """A function that was lowered, and the form of its result."""
+
+    outputs: Outputs
+    exported: export.Exported
+
+    @classmethod
+    def parsed(cls, content: bytes, platform: str, shapes: list[jax.ShapeDtypeStruct]) -> "Lowered":
+        """Returns what a file holds; raises an error of any kind if it is something else."""
+        line, serialized = content.split(b"\n", 1)
+        exported = export.deserialize(bytearray(serialized))
+        outputs = _form_of(json.loads(line))
+        wanted = (platform,), 1, [(of.shape, of.dtype) for of in shapes]
+        inputs = [(of.shape, of.dtype) for of in exported.in_avals]
+        if (exported.platforms, exported.nr_devices, inputs) != wanted:
+            raise ValueError("it is lowered for other arguments")
+        if len(exported.out_avals) != len(jax.tree.leaves(outputs)):
+            raise ValueError("it has other results")
+        return cls(outputs, exported)
+
+
+def _form_of(value: Any) -> Outputs:
+    """Returns the form of a result, of JSON, which has lists in place of tuples."""
+    if isinstance(value, list):
+        return tuple(map(_form_of, value))
+    if value is None or (type(value) is int and value == 0):
+        return value
+    raise ValueError(f"{value!r} is no form of a result")
 
 
 def _flat(
-    function: Callable[..., Any], tree: Any, static: dict[str, Any], found: list[Any], *leaves: Any
+    function: Callable[..., Any],
+    tree: Any,
+    static: dict[str, Any],
+    found: list[Outputs],
+    *leaves: Any,
 ) -> list[Any]:
-    """Calls a function; returns the arrays of its result, and appends their tree, with zeros."""
+    """Calls a function; returns the arrays of its result, and appends their form."""
     result = function(*tree.unflatten(leaves), **static)
     found.append(jax.tree.map(lambda _: 0, result))
     return jax.tree.leaves(result)
@@ -159,28 +201,30 @@ def _hash_of_code() -> bytes:
     return digest.digest()
 
 
-def _read(path: pathlib.Path) -> list[Any]:
-    """Returns what a file holds; nothing if there is none, or if it is broken."""
+def _read(path: pathlib.Path, platform: str, shapes: list[jax.ShapeDtypeStruct]) -> Lowered | None:
+    """Returns what a file holds; None if there is none, or if it is broken."""
     try:
         content = path.read_bytes()
+        if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
+            raise ValueError("its hash is another")
+        return Lowered.parsed(content[DIGEST:], platform, shapes)
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return None
     except OSError as error:
         reason = str(error)
-    else:
-        if hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]:
-            return pickle.loads(content[DIGEST:])
-        reason = f"{path} is broken"
+    except Exception as error:  # of whatever reads something else than what was written
+        reason = f"{path} is broken: {error}"
     warnings.warn(f"a layer is lowered anew, because {reason}", stacklevel=2)
-    return []
+    return None
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a file at once, so that no other process reads a part of it."""
+    content = hashlib.sha256(content).digest() + content
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(hashlib.sha256(content).digest() + content)
+        partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
         warnings.warn(f"lowered code is not kept for later processes: {error}", stacklevel=2)

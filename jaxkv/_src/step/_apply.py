@@ -70,9 +70,13 @@ def apply_step(
     same = PartitionSpec()
 
     def apply(cache: KVCache, data: Array) -> tuple[KVCache, StepBatch]:
-        return run_kept(
-            _apply, cache, Upload(data=data, shape=shape), implementation=implementation
-        )
+        upload = Upload(data=data, shape=shape)
+        state, of_batch = run_kept(_apply, cache, upload, implementation=implementation)
+        rows, status, buffers = state
+        cache = dataclasses.replace(cache, rows=rows, status=status, buffers=buffers)
+        block_ids, data = of_batch
+        sizes = {"shape": shape, "layout": cache.layout}
+        return cache, StepBatch(block_ids=block_ids, data=data, status=status, **sizes)
 
     cache, batch = on_devices(
         apply,
@@ -102,7 +106,8 @@ def _on_device(data: Array | np.ndarray) -> Array | np.ndarray:
 
 def _apply(
     cache: KVCache, upload: Upload, *, implementation: Implementation | None
-) -> tuple[KVCache, StepBatch]:
+) -> tuple[tuple[Array, Array, tuple[Array, ...]], tuple[Array, Array]]:
+    """Returns rows, status and buffers of the cache, and block ids and data of the batch."""
     shape = upload.shape
     parts = shape.format.split(jnp.asarray(upload.data))
     number = parts["number"][0]
@@ -120,7 +125,7 @@ def _apply(
         cache = zero_blocks(
             cache, parts["zero_ids"], parts["zero_ends"], implementation=implementation
         )
-    return cache, batch
+    return (cache.rows, cache.status, cache.buffers), (batch.block_ids, batch.data)
 
 
 def _entries(parts: dict[str, Array]) -> TableEntries:
