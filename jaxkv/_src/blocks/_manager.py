@@ -31,6 +31,7 @@ from jaxkv._src.internal.checks import (
 )
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.internal.numbers import NULL_BLOCK
+from jaxkv._src.internal.unique import Unique
 from jaxkv._src.planning import Plan, check_rows, checked_encoder_tokens, stores_encoder_tokens
 from jaxkv._src.prefixes import EventLog, ExtraKey, PrefixEvents
 from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
@@ -63,7 +64,7 @@ def _alone[**P, R](
     return call
 
 
-class BlockManager:
+class BlockManager(Unique):
     """Keeps track of the blocks and the progress of every running request, on the host.
 
     Example::
@@ -78,6 +79,11 @@ class BlockManager:
     A call that raises changes nothing; call `reset` after one that was interrupted
     (KeyboardInterrupt). One thread owns it; calls that overlap raise RuntimeError.
     """
+
+    why = (
+        "two managers would give the blocks of one cache to different requests; make another from "
+        "the plan, which can be pickled, and start the requests again"
+    )
 
     @plain_ints
     def __init__(

@@ -1,7 +1,8 @@
 """The state of a cache on the device: block tables, pool and scales in one pytree."""
 
+import copy
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from jax import Array
 from jaxkv._src.cache._layout import CacheLayout
 from jaxkv._src.internal.checks import FlagsError, check_kind
 from jaxkv._src.internal.html import html_table
-from jaxkv._src.uploads import StepShape, Upload
+from jaxkv._src.uploads import StepShape, register_upload
 
 BAD_ROW = 1
 
@@ -88,6 +89,18 @@ class KVCache:
     scales: Array | None = None
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
     error: ClassVar[type[FlagsError]] = CacheError
+
+    def __copy__(self) -> "KVCache":
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        return jax.tree.map(copy.deepcopy, self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a KVCache cannot be pickled, because its arrays lie on devices of this process; make "
+            "one by make_cache in the other process, from the plan, which can be pickled"
+        )
 
     @property
     def block_tables(self) -> Array:
@@ -183,7 +196,7 @@ def _ids_text(ids: np.ndarray, used: int) -> str:
     return text if used <= MAX_SHOWN else f"{text}, ... ({used} ids)"
 
 
-jax.tree_util.register_dataclass(Upload, data_fields=["data"], meta_fields=["shape"])
+register_upload()
 
 
 def check_cache(cache: Any) -> None:

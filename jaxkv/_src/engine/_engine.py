@@ -21,13 +21,14 @@ from jaxkv._src.internal.checks import (
     check_positive,
     plain_ints,
 )
+from jaxkv._src.internal.unique import Unique
 from jaxkv._src.planning import Plan, stores_encoder_tokens
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
 from jaxkv._src.tier import HostMemory
 
 
-class Engine:
+class Engine(Unique):
     """Generates tokens for many requests at a time, with a model of yours.
 
     Example::
@@ -48,6 +49,8 @@ class Engine:
     next `step`, and no token is lost: what failed is computed again, in a new cache if a call has
     taken the old one along.
     """
+
+    why = "it owns a cache and compiled steps; make another from forward, params and a plan"
 
     @plain_ints
     def __init__(

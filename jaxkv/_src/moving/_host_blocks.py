@@ -11,6 +11,7 @@ from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_count, check_kind
 from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.internal.unique import Unique
 from jaxkv._src.moving._chunks import ChunkArrays, put, take
 from jaxkv._src.tier import Chunk, Moves, chunk_sizes
 
@@ -37,7 +38,7 @@ class MoveError(RuntimeError):
         self.cache = cache
 
 
-class HostBlocks:
+class HostBlocks(Unique):
     """The blocks of a cache that lie in page-locked host memory.
 
     Example::
@@ -54,6 +55,8 @@ class HostBlocks:
     Copies to the host run next to the steps that follow them. Copies to the device wait for the
     steps before, and run next to one step if `Moves` name them ahead. Not thread-safe.
     """
+
+    why = "it owns page-locked memory that goes with one manager; make another for another manager"
 
     def __init__(self) -> None:
         """Creates empty host memory; it grows with the moves of one manager."""

@@ -15,6 +15,7 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.numbers import MAX_SAMPLES
+from jaxkv._src.internal.unique import Unique
 from jaxkv._src.planning import checked_encoder_tokens
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
@@ -27,7 +28,7 @@ from jaxkv._src.scheduler._schedule import Schedule, Wanted
 from jaxkv._src.uploads import StepShape
 
 
-class Scheduler:
+class Scheduler(Unique):
     """Chooses the work of every step: tokens of each request, admission and preemption.
 
     Example::
@@ -57,6 +58,11 @@ class Scheduler:
     `restart` after `BlockManager.reset`. It cannot see new weights: call `BlockManager.new_epoch`
     when they come, or later prompts share what the old ones computed.
     """
+
+    why = (
+        "its manager keeps the blocks of one cache; make another manager and another scheduler, "
+        "and add the requests again"
+    )
 
     @plain_ints
     def __init__(

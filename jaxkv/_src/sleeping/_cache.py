@@ -11,6 +11,7 @@ from jaxkv._src.cache import CacheLayout, KVCache
 from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_flag, check_positive
 from jaxkv._src.internal.text import shown
+from jaxkv._src.internal.unique import Unique
 from jaxkv._src.sleeping._host import ArrayPlace, HostCopy, to_device, to_host
 
 Part = Literal["kv_cache", "block_tables"]
@@ -42,12 +43,14 @@ class _Asleep(NamedTuple):
         return sum(chunk.nbytes for copy in self.arrays for chunk in copy.chunks)
 
 
-class SleepingCache:
+class SleepingCache(Unique):
     """A cache of which at least one part sleeps; only `wake_up` and `sleep` accept it.
 
     The call that takes it uses it up. Reading its buffers or tables raises SleepError, and so does
     passing it to a jitted step.
     """
+
+    why = "the call that takes it uses it up; call wake_up, and copy the cache that it returns"
 
     def __init__(
         self,

@@ -10,10 +10,11 @@ from jax import Array
 
 from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_kind, check_positive
+from jaxkv._src.internal.unique import Unique
 from jaxkv._src.uploads import StepShape
 
 
-class UploadRing:
+class UploadRing(Unique):
     """A ring of page-locked host buffers, into which `BlockManager.step` packs uploads.
 
     Example::
@@ -31,6 +32,8 @@ class UploadRing:
 
     For steps on one device. Not thread-safe; one scheduler owns it.
     """
+
+    why = "it owns page-locked memory; make another for each scheduler"
 
     def __init__(self, *, depth: int = 16, device: jax.Device | None = None):
         """Creates an empty ring; each step shape gets its buffers when it is first used.

@@ -10,7 +10,7 @@ from jaxkv._src.uploads._format import (
     write_copies,
 )
 from jaxkv._src.uploads._pack import TableEntry, list_entries, pack_step
-from jaxkv._src.uploads._shape import Ring, StepShape, Upload
+from jaxkv._src.uploads._shape import Ring, StepShape, Upload, register_upload
 
 __all__ = [
     "Batch",
@@ -24,6 +24,7 @@ __all__ = [
     "list_entries",
     "pack_step",
     "put",
+    "register_upload",
     "write_batch",
     "write_copies",
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -288,6 +289,9 @@ class Upload:
     data: Any  # int32[shape.format.size]
     shape: StepShape
 
+    def __post_init__(self) -> None:
+        register_upload()
+
     def parts(self) -> dict[str, np.ndarray]:
         """Returns the integers of the upload by name, without padding. Waits for the device.
 
@@ -359,3 +363,14 @@ def _block_sizes(
         "zero_ids": min(zeroed, plan.num_blocks - 1),
         "block_copies": copies,
     }
+
+
+def register_upload() -> None:
+    """Registers `Upload` as a pytree once jax is imported, which is not done here."""
+    jax: Any = sys.modules.get("jax")
+    if not _REGISTERED and hasattr(jax, "tree_util"):
+        _REGISTERED.append(Upload)
+        jax.tree_util.register_dataclass(Upload, data_fields=["data"], meta_fields=["shape"])
+
+
+_REGISTERED: list[type] = []
