@@ -83,8 +83,9 @@ print(len(programs) > 0, "that compiled steps are kept")
 #   takes 5.2 s for a step of 2,048 tokens, and 0.11 takes 6.4.)
 # - The engine does so on one GPU, and needs the package `flatbuffers` for it, which the extras
 #   `cuda12` and `cuda13` bring; without it a start took 35 s. What is kept is taken by the same
-#   code of this library, the same jax, settings, device and shapes only. It is code: whoever can
-#   write to the directory can run what they like in your process.
+#   code of this library, the same jax, settings, device and shapes only. It is JSON and StableHLO,
+#   checked, and nothing that Python runs. It is code for your GPU all the same, as what jax keeps
+#   in that directory is: share it with people whom you trust.
 # - Your model is traced for each shape. A function that all layers call, under a `jax.jit` of its
 #   own, is traced once; so are layers in a `lax.scan`, or in a `jax.jit` of one layer that takes
 #   `period=` ([notebook 5](5_your_own_engine.ipynb)).

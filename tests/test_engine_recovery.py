@@ -140,7 +140,7 @@ def test_an_interrupt_in_any_place_changes_no_token(decode_steps: int) -> None:
     with Interrupts() as places:
         served(engine)
     draw = random.Random(0)
-    for _ in range(places.count if IS_LONG else 25):
+    for _ in range(places.count if IS_LONG else 15):
         at = {draw.randrange(places.count) for _ in range(draw.choice([1, 1, 2, 6]))}
         with Interrupts(at):
             told = served(engine)
@@ -212,7 +212,7 @@ def test_signals_at_any_time_change_no_token(decode_steps: int, monkeypatch) -> 
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for _ in range(500 if IS_LONG else 15):
+        for _ in range(500 if IS_LONG else 10):
             signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.01, 1) * longest)
             assert_same(served(engine), wanted)
     finally:

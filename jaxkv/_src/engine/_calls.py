@@ -150,9 +150,13 @@ class Calls:
         stats.sampled_tokens += len(drawn)
         stats.nan_tokens += sum([logprob != logprob for _, _, logprob in drawn])
         for sample, token, logprob in drawn:
-            self._note(sample).append(token, logprob)
-            if (reason := sample.end_reason()) is not None:
-                self._end(sample, reason)
+            tokens, sampling = sample.tokens, sample.sampling
+            self.changed.setdefault(sample, len(tokens))
+            if sampling.logprobs:
+                sample.add_logprob(logprob)
+            tokens.append(token)  # from here on the sample has it
+            if token in sampling.stop_token_ids or len(tokens) == sample.end:
+                self._end(sample, "stop" if token in sampling.stop_token_ids else "length")
 
     def _note(self, sample: Sample) -> Sample:
         """Notes that a sample changes from here on. Returns it."""

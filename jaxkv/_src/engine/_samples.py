@@ -44,12 +44,10 @@ class Sample:
     logprobs: array.array[float] = dataclasses.field(default_factory=lambda: array.array("f"))
     reason: FinishReason | None = None
 
-    def append(self, token: int, logprob: float) -> None:
-        """Appends a token, whole: it is there once all of this is."""
-        if self.sampling.logprobs:
-            del self.logprobs[len(self.tokens) - self.num_prompt :]  # of an interrupted call
-            self.logprobs.append(logprob)
-        self.tokens.append(token)
+    def add_logprob(self, logprob: float) -> None:
+        """Adds the log-probability of the next token, in place of one of an interrupted call."""
+        del self.logprobs[len(self.tokens) - self.num_prompt :]
+        self.logprobs.append(logprob)
 
     def end_reason(self) -> FinishReason | None:
         """Returns the reason for which the sample ends after its last token, if there is one."""
@@ -60,11 +58,9 @@ class Sample:
 
     def output(self, start: int) -> Output:
         """Returns the tokens from position ``start`` on."""
-        logprobs = None
+        tokens, logprobs = self.tokens[start:].tolist(), None
         if self.sampling.logprobs:
-            ends = [at - self.num_prompt for at in (start, len(self.tokens))]
-            logprobs = self.logprobs[slice(*ends)].tolist()
-        tokens = self.tokens[start:].tolist()
+            logprobs = self.logprobs[start - self.num_prompt :][: len(tokens)].tolist()
         return Output(self.request, self.index, tokens, logprobs, self.reason)
 
 
