@@ -1,8 +1,8 @@
 """GPU kernels over plain arrays and block ids, independent of jaxkv.
 
 Each kernel has two implementations, between which ``implementation=`` chooses: Mosaic GPU, for
-NVIDIA Hopper and newer, and XLA, which is the reference and runs everywhere. A kernel ignores block
-ids that are out of range, and treats all other blocks alike, including block 0.
+NVIDIA GPUs with the instructions of the kernel (`default_implementation`), and XLA, which is the
+reference and runs everywhere. A kernel ignores block ids that are out of range, and treats all other blocks alike, including block 0.
 
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
