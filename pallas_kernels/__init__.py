@@ -2,7 +2,8 @@
 
 Each kernel has two implementations, between which ``implementation=`` chooses: Mosaic GPU, for
 NVIDIA GPUs with the instructions of the kernel (`default_implementation`), and XLA, which is the
-reference and runs everywhere. A kernel ignores block ids that are out of range, and treats all other blocks alike, including block 0.
+reference and runs everywhere. A kernel ignores block ids that are out of range, and treats all
+other blocks alike, including block 0.
 
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
