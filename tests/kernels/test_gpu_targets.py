@@ -1,4 +1,4 @@
-"""What the library chooses for each kind of GPU compiles to machine code; needs no GPU.
+"""Compiles what the library chooses for each kind of GPU to machine code; needs no GPU.
 
 `make lane-gpus` installs the compilers, and runs this.
 """

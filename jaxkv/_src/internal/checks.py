@@ -6,9 +6,12 @@ import numbers
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from jaxkv._src.internal.text import shown
+
+
+def _is_foreign_int(value: Any) -> bool:
+    """Returns whether a value is an int of NumPy's, say; without an import of NumPy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, int)
 
 
 class FlagsError(RuntimeError):
@@ -36,9 +39,9 @@ def plain_ints[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        numpy_ints: Any = {k: int(v) for k, v in kwargs.items() if isinstance(v, np.integer)}
+        numpy_ints: Any = {k: int(v) for k, v in kwargs.items() if _is_foreign_int(v)}
         kwargs.update(numpy_ints)
-        plain: Any = [int(one) if isinstance(one, np.integer) else one for one in args]
+        plain: Any = [int(one) if _is_foreign_int(one) else one for one in args]
         return function(*plain, **kwargs)
 
     return call
@@ -47,14 +50,14 @@ def plain_ints[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 def make_ints_plain(data: Any) -> None:
     """Makes NumPy's ints in the fields of a frozen dataclass Python's; see `plain_ints`."""
     for field in dataclasses.fields(data):
-        if isinstance(value := getattr(data, field.name), np.integer):
+        if _is_foreign_int(value := getattr(data, field.name)):
             object.__setattr__(data, field.name, int(value))
 
 
 def check_not_masked(**values: Any) -> None:
     """Raises TypeError for the first value that is a masked array, whose mask would be lost."""
     for name, value in values.items():
-        if isinstance(value, np.ma.MaskedArray):
+        if type(value).__name__ == "MaskedArray":  # without an import of NumPy
             raise TypeError(
                 f"{name} is a masked array; pass {name}.compressed(), without masked values, or "
                 f"{name}.data"
