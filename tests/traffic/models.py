@@ -1,0 +1,259 @@
+"""Random models and plans, and a forward function for them, over a cache."""
+
+import dataclasses
+import functools
+import itertools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv.layout import ORDERS
+from tests.traffic.oracle import MODULUS as M
+from tests.traffic.oracle import OFFSET, ROWS, SMALL, VOCAB, WIDTH, Layer, make_weights
+
+SECOND, OTHERS = -0.5, -1e4  # logits of the second token, and of those that are never sampled
+RECURRENT = ("linear", "delta", "mamba", "conv")
+KINDS = tuple(kind for kind in ROWS if kind != "shared")
+# Scores are integers: a step of the distance to a class outweighs the newest position.
+OF_CLASS, OF_PLACE = 2.0**10, 16.0  # of 64 places
+Layers = tuple[tuple[str, Layer], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model and its plan.
+
+    layers: in the order of the model.
+    order, kernel_block_sizes: as for `jaxkv.make_cache`.
+    """
+
+    layers: Layers
+    plan: jaxkv.Plan
+    order: str
+    kernel_block_sizes: tuple[int, ...] | None
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether the plan can have the order and the sizes of kernel blocks."""
+        try:
+            jax.eval_shape(functools.partial(self.make_cache, 1, is_poisoned=False))
+        except ValueError:
+            return False
+        return True
+
+    def make_cache(self, max_requests: int, *, is_poisoned: bool) -> jaxkv.KVCache:
+        """Returns a cache, full of NaN if it is poisoned."""
+        sizes = {"order": self.order, "kernel_block_sizes": self.kernel_block_sizes}
+        cache = jaxkv.make_cache(self.plan, max_requests=max_requests, **sizes)
+        if not is_poisoned:
+            return cache
+        buffers = tuple(jnp.full_like(buffer, 255) for buffer in cache.buffers)
+        return dataclasses.replace(cache, buffers=buffers)
+
+
+# --- plans ----------------------------------------------------------------------------
+
+
+def random_model(draw: random.Random) -> Model:
+    """Returns a model of one to five layers of any kinds, over a pool that holds few requests."""
+    kinds = draw.choices(KINDS, k=draw.choice([1, 1, 2, 3]))
+    layers, specs = dict[str, Layer](), dict[str, Any]()
+    for kind in kinds:
+        one, spec = random_layer(draw, kind)
+        for _ in range(draw.choice([1, 1, 1, 2])):
+            name = f"{kind}.{len(layers)}"
+            layers[name], specs[name] = one, spec
+    owners = [name for name, layer in layers.items() if layer.kind in ("full", "sliding", "mla")]
+    if owners and draw.random() < 0.25:
+        owner = draw.choice(owners)
+        name = f"shared.{len(layers)}"
+        layers[name] = Layer("shared", heads=layers[owner].heads, owner=owner)
+        specs[name] = jaxkv.SharedKVSpec(owner)
+    plan = random_plan(draw, specs)
+    sizes = None
+    if draw.random() < 0.4:
+        sizes = tuple(kernel_block_size(draw, group) for group in plan.groups)
+    # Not each plan can have each order, and sizes of kernel blocks that cut overlaid ones alike.
+    orders = [*draw.sample(ORDERS, len(ORDERS)), "LBNHC"] if draw.random() < 0.6 else ["LBNHC"]
+    models = [
+        Model(tuple(layers.items()), plan, *one) for one in itertools.product(orders, (sizes, None))
+    ]
+    return next(model for model in models if model.is_legal)
+
+
+def random_layer(draw: random.Random, kind: str) -> tuple[Layer, jaxkv.specs.LayerSpec]:
+    size = {"block_size": draw.choice([1, 2, 4, 4, 8])}
+    if kind in RECURRENT:
+        taps = draw.choice([2, 3, 4])
+        shapes = {
+            "linear": ((2, 2, 2),),
+            "delta": ((taps - 1, 3 * WIDTH), (2, 2, 4)),
+            "mamba": ((taps - 1, 2 * WIDTH), (2, 2, 2)),
+            "conv": ((taps - 1, WIDTH),),
+        }[kind]
+        dtypes = ["f32"] * len(shapes)
+        if kind != "linear":
+            dtypes[0] = draw.choice(["f32", "bf16"])
+        size |= {"cache_mode": draw.choice(["none", "align", "all"])}
+        return Layer(kind, taps=taps), jaxkv.StateSpec(shapes=shapes, dtypes=tuple(dtypes), **size)
+    size |= {"dtype": draw.choice(["f32", "f32", "bf16", "f16"])}
+    span = draw.choice([1, 3, 4, 6, 8])
+    limits = {"sliding": {"sliding_window": span}, "chunked": {"chunk_size": span}}.get(kind, {})
+    if kind.endswith("mla"):
+        limits = {"sliding_window": span} if kind == "sliding_mla" else {}
+        spec = jaxkv.MLASpec if kind == "mla" else jaxkv.SlidingWindowMLASpec
+        width = WIDTH + draw.choice([3, 4])
+        size |= {"head_size": width, "value_size": WIDTH}
+        return Layer(kind, width=width, span=span), spec(**size, **limits)
+    spec = {
+        "full": jaxkv.FullAttentionSpec,
+        "sliding": jaxkv.SlidingWindowSpec,
+        "chunked": jaxkv.ChunkedAttentionSpec,
+    }[kind]
+    heads, width = draw.choice([1, 2]), draw.choice([3, 4, 8])
+    size |= {"num_kv_heads": heads, "head_size": width, "head_size_v": WIDTH}
+    return Layer(kind, heads=heads, width=width, span=span), spec(**size, **limits)
+
+
+def random_plan(draw: random.Random, specs: dict[str, Any]) -> jaxkv.Plan:
+    """Returns a plan whose pool holds one of the longest requests, and not much more."""
+    options: dict[str, Any] = {
+        "max_model_len": draw.choice([24, 40, 64]),
+        "limits": jaxkv.Limits(max_in_flight_tokens=draw.choice([4, 16, 32])),
+        "zero_policy": draw.choice(["when_needed", "when_needed", "always"]),
+        "grouping": draw.choice(["auto", "auto", "packed"]),
+    }
+    large = jaxkv.plan_cache(specs, 2**24, **options)
+    least = large.admission_blocks(large.max_model_len) + large.reserved_blocks
+    more = draw.choice([0, 1, 3, 10, 30, 100])
+    return jaxkv.plan_cache(specs, 2**24, num_blocks_override=least + more, **options)
+
+
+def kernel_block_size(draw: random.Random, group: Any) -> int:
+    size = group.block_size
+    if group.growth.stores == "state":
+        return size
+    return draw.choice([part for part in range(1, size + 1) if size % part == 0])
+
+
+# --- the model over a cache -----------------------------------------------------------
+
+
+@functools.lru_cache(16)
+def make_params(layers: Layers, seed: int) -> dict[str, Any]:
+    return jax.device_put(make_weights(layers, seed))
+
+
+@jax.default_matmul_precision("highest")
+def forward(layers: Layers, params: dict[str, Any], step: jaxkv.StepContext) -> jax.Array:
+    """Returns logits: 0 and `SECOND` for the likeliest tokens; NaN if sums are no integers."""
+    places = jnp.maximum(step.positions, 0)
+    x = (params["embed"][step.token_ids] + (places[:, None] + 1) * params["turn"][None]) % M
+    far = jnp.zeros(len(x), jnp.float32)  # from an integer
+    for name, layer in layers:
+        of = params[name]
+        if layer.kind in RECURRENT:
+            y = recurrent(name, layer, x, of["matrices"], of["taps"], step)
+        else:
+            y = attention(name, layer, dict(layers), places, x, of["matrices"], step)
+        whole = jnp.round(y)
+        far = jnp.maximum(far, jnp.abs(y - whole).max(axis=1))
+        x = (x + times(whole.astype(jnp.int32) % M, of["matrices"][-1])) % M
+    x, far = x[step.last_tokens], far[step.last_tokens]
+    first, second = (times(x, params["head"].T)[:, i] for i in range(2))
+    first %= VOCAB
+    second = (first + 1 + second % (VOCAB - 1)) % VOCAB
+    ids = jnp.arange(VOCAB, dtype=jnp.int32)[None]
+    logits = jnp.where(ids == second[:, None], SECOND, OTHERS)
+    logits = jnp.where(ids == first[:, None], 0.0, logits)
+    return jnp.where(far[:, None] < 0.1, logits, jnp.nan)
+
+
+def times(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Returns a product of integers, whatever a device does to products of floats."""
+    return (x[:, :, None] * matrix[None]).sum(axis=1)
+
+
+def floats(x: jax.Array, *shape: int) -> jax.Array:
+    return x.astype(jnp.float32).reshape(len(x), *(shape or x.shape[1:]))
+
+
+def attention(
+    name: str,
+    layer: Layer,
+    layers: dict[str, Layer],
+    places: jax.Array,
+    x: jax.Array,
+    matrices: jax.Array,
+    step: jaxkv.StepContext,
+) -> jax.Array:
+    owner = layers[layer.owner or name]
+    spans = {"chunked": places % owner.span + 1} if owner.span else {}
+    if owner.kind.startswith("sliding"):
+        spans = {owner.kind: jnp.minimum(places + 1, owner.span)}
+    count = spans.get(owner.kind, places + 1)
+    heads, width = layer.heads, owner.width
+    is_latent = owner.kind.endswith("mla")
+    at = WIDTH if is_latent else 0  # of the class and the place in a key
+    asked = floats(times(x, matrices[2]) % M)[:, :heads]
+    ask = [2 * OF_CLASS * asked, jnp.full_like(asked, -OF_CLASS), jnp.full_like(asked, OF_PLACE)]
+    # The first query of each KV head sees all alike, the second one finds one token.
+    queries = jnp.zeros((len(x), heads, 2, width), jnp.float32)
+    queries = queries.at[:, :, 1, at : at + 3].set(jnp.stack(ask, axis=-1))
+    queries = queries.reshape(len(x), 2 * heads, width)
+    if layer.kind == "shared":
+        out = step.attend(name, queries, scale=1.0)
+    else:
+        classes = floats(times(x, matrices[1]) % M)[:, :heads]
+        keys = jnp.zeros((len(x), heads, width), jnp.float32)
+        place = jnp.broadcast_to(floats(places, 1), classes.shape)
+        content = jnp.stack([classes, classes**2, place], axis=-1)
+        keys = keys.at[:, :, at : at + 3].set(content)
+        scale = jnp.arange(1, heads + 1, dtype=jnp.int32)[None, :, None]
+        values = floats(times(x, matrices[0])[:, None] * scale % M, heads, WIDTH)
+        if is_latent:
+            rows = keys.at[:, :, :WIDTH].set(values)[:, 0]
+            out = step.attend(name, queries, rows, scale=1.0)
+        else:
+            out = step.attend(name, queries, keys, values, scale=1.0)
+    out = out.reshape(len(x), heads, 2, WIDTH)
+    odd = 2 * jnp.arange(heads, dtype=jnp.float32)[None, :, None] + 1
+    return (odd * out[:, :, 0] * floats(count, 1, 1) + (odd + 2) * out[:, :, 1]).sum(axis=1)
+
+
+def recurrent(
+    name: str,
+    layer: Layer,
+    x: jax.Array,
+    matrices: jax.Array,
+    taps: jax.Array,
+    step: jaxkv.StepContext,
+) -> jax.Array:
+    given = [times(x, matrices[i]) % M for i in range(len(matrices) - 1)]
+    small = [floats(one % SMALL, WIDTH) for one in given]
+    weights = taps.astype(jnp.float32)
+    if layer.kind == "conv":
+        return step.short_conv(name, small[0], conv_weights=weights)
+    decay = jnp.where(given[3][:, :2] % SMALL != 0, 0.0, -1000.0)
+    if layer.kind == "linear":
+        out = step.linear_attention(name, jnp.concatenate(small[:3], axis=1), decay)
+    elif layer.kind == "mamba":
+        steps, options = floats(given[2][:, :2] % 3, 2), {"num_groups": 1}
+        options |= {"conv_weights": jnp.concatenate([weights] * 2, axis=1)}
+        options |= {"conv_bias": jnp.full(2 * WIDTH, OFFSET, jnp.float32)}
+        inputs = jnp.concatenate(small[:2], axis=1)
+        out = step.mamba2(name, inputs, decay, steps, **options)
+    else:
+        units = [32 * jax.nn.one_hot(one[:, 0].astype(jnp.int32), 4) for one in small[:2]]
+        newest, late = (jnp.zeros_like(weights).at[-back].set(1) for back in (1, 2))
+        options = {"conv_weights": jnp.concatenate([late, newest, weights], axis=1)}
+        bias = np.repeat(np.float32([0, 0, OFFSET]), WIDTH)
+        options |= {"conv_bias": jnp.asarray(bias), "num_key_heads": 1, "scale": 1.0}
+        beta = floats(given[3][:, 2:] % 3 != 0, 2)
+        inputs = jnp.concatenate([*units, small[2]], axis=1)
+        out = step.gated_delta(name, inputs, decay, beta, **options)
+    return out.reshape(len(x), WIDTH)

@@ -1,0 +1,382 @@
+"""Random sessions of an engine: what it is asked, and whether each token is the model's."""
+
+import contextlib
+import dataclasses
+import functools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+import jaxkv
+from jaxkv._src.engine import _calls
+from jaxkv.engine import Output
+from tests.traffic.models import SECOND, Model, forward, make_params, random_model
+from tests.traffic.oracle import VOCAB, candidates, make_weights
+
+SESSIONS = 20  # of an engine, which compiles for seconds
+# Where an interrupt comes: before or after a step is packed, before or after the device starts
+# it, or while the host waits for it.
+POINTS = ("unpacked", "packed", "unsent", "sent", "waiting")
+
+
+@dataclasses.dataclass
+class Story:
+    """A sample as outputs have told of it.
+
+    versions: the weights of its tokens and these tokens; None: of several weights. There are two
+      where outputs do not say whether a sample ended before new weights, or starts again.
+    """
+
+    prompt: list[int]
+    sampling: jaxkv.Sampling
+    index: int
+    versions: list[tuple[int | None, list[int]]]
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    is_aborted: bool = False
+    has_ended: bool = False
+
+
+class Traffic:
+    """An engine under random traffic.
+
+    history: what was called.
+    seen: counts.
+    """
+
+    def __init__(
+        self, seed: int, interrupts: Sequence[str], history: list[str], seen: Counter[str]
+    ):
+        self.draw, self.history, self.seen = random.Random(seed), history, seen
+        draw = self.draw
+        self.model = random_model(draw)
+        self.interrupts = interrupts if draw.random() < 0.4 else ()
+        self.options = self.random_options(self.model)
+        # A step that samples, and one with limits, is compiled anew: the first request wants it.
+        self.kind, self.is_new = draw.choice([0, 1, 2, 2]), True
+        self.weights = 0
+        is_poisoned = draw.random() < 0.5
+        self.say(f"{self.model}\n{self.options}, poisoned={is_poisoned}")
+        self.engine = jaxkv.Engine(
+            functools.partial(forward, self.model.layers),
+            make_params(self.model.layers, self.weights),
+            self.model.plan,
+            cache=self.model.make_cache(self.options["max_requests"], is_poisoned=is_poisoned),
+            **self.options,
+        )
+        self.stories: dict[tuple[Hashable, int], Story] = {}
+        self.finished: list[list[int]] = []  # whole conversations
+        self.sampled: dict[Hashable, int] = {}  # tokens, by all that they depend on
+        self.most = self.model.plan.max_model_len
+        self.names = 0
+
+    def random_options(self, model: Model) -> dict[str, Any]:
+        draw, plan = self.draw, model.plan
+        options: dict[str, Any] = {
+            "max_requests": (most := draw.choice([1, 1, 2, 3, 5, 8])),
+            "max_tokens": draw.choice([most, most + 1, 16, 16, 16, 32]),
+            "decode_steps": draw.choice([1, 1, 2, 3, 4]),
+            "chunk_tokens": draw.choice([None, None, 1, 3]),
+            "forks": draw.choice([None, None, 0, 1]),
+            "shared_prefixes": draw.choice([0, 0, 1, 2]),
+            "seed": draw.randrange(5),
+        }
+        if draw.random() < 0.5:
+            size = max(layout.bytes_per_block for layout in plan.layouts)
+            memory = {
+                "num_bytes": size * draw.choice([2, 8, 50]),
+                "min_tokens": draw.choice([1, 5]),
+            }
+            options["host_memory"] = jaxkv.HostMemory(**memory)
+        has_states = any(group.growth.stores == "state" for group in plan.groups)
+        if not has_states and draw.random() < 0.15:
+            options |= {"reproducible": True, "decode_steps": 1, "shared_prefixes": 0}
+        return options
+
+    def say(self, text: str) -> None:
+        self.history.append(text)
+
+    # --- a session --------------------------------------------------------------------
+
+    def run(self, draw: random.Random, num_requests: int) -> None:
+        """Serves random requests until each has ended."""
+        self.draw, steps = draw, 0
+        others = [self.abort] * 3 + [self.update] * 2 + [self.sleep, self.restart]
+        with self.interrupted():
+            while num_requests or self.stories:
+                for _ in range(min(num_requests, draw.choice([0, 0, 0, 1, 1, 4]))):
+                    self.add()
+                    num_requests -= 1
+                if draw.random() < 0.05:
+                    draw.choice(others)()
+                for output in self.attempt(self.engine.step) or ():
+                    self.say(f"    {output}")
+                    self.take(output)
+                steps += 1
+                assert steps < 3000, "requests starve"
+        self.check_end()
+        if draw.random() < 0.3:
+            self.generate()
+            self.check_end()
+        self.seen["sessions"] += 1
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Interrupts calls at random, each at one of the engine's `POINTS`."""
+        packer, device = self.engine._packer, self.engine._device
+        self.is_calm = True
+
+        def at(point: str) -> None:
+            if point in self.interrupts and not self.is_calm and self.draw.random() < 0.03:
+                self.seen[f"interrupts, {point}"] += 1
+                raise KeyboardInterrupt(point)
+
+        def around(function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                at(before)
+                result = function(*args)
+                at(after)
+                return result
+
+            return run
+
+        def waited(out: Any, *args: Any) -> Any:
+            at("waiting")
+            return np.asarray(out, *args)
+
+        right, numpy = device.steps.copy(), SimpleNamespace(**vars(np) | {"asarray": waited})
+        device.steps[:] = [around(step, "unsent", "sent") for step in right]
+        pack = around(packer.pack, "unpacked", "packed")
+        with mock.patch.object(packer, "pack", pack), mock.patch.object(_calls, "np", numpy):
+            yield
+        device.steps[:] = right
+
+    def attempt(self, function: Callable[..., Any]) -> Any:
+        """Calls a function that may be interrupted; an engine goes on after that."""
+        self.is_calm = False
+        try:
+            return function()
+        except KeyboardInterrupt as interrupt:
+            self.say(f"    interrupted: {interrupt}")
+            return None
+        finally:
+            self.is_calm = True
+
+    # --- calls ------------------------------------------------------------------------
+
+    def request(self) -> tuple[list[int], jaxkv.Sampling]:
+        """Returns a prompt, often one that begins like others, and a sampling."""
+        draw, most = self.draw, self.most
+        prompt: list[int] = []
+        if self.finished and draw.random() < 0.7:
+            prompt = draw.choice(self.finished[-5:])
+            prompt = prompt[: draw.choice([len(prompt), draw.randint(0, len(prompt))])]
+        prompt = prompt[: most - 2]
+        new = draw.choice([0, 1, 3, most // 3, most - 2])
+        prompt = prompt + [draw.randrange(VOCAB) for _ in range(min(new, most - 2 - len(prompt)))]
+        prompt = prompt or [draw.randrange(VOCAB)]
+        options: dict[str, Any] = {}
+        is_first, self.is_new = self.is_new, False
+        if self.kind and (is_first or draw.random() < 0.5):
+            limits: dict[str, Any] = {}
+            if self.kind == 2 and (is_first or draw.random() < 0.5):
+                limits = draw.choice([{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.9}])
+            options = {"temperature": draw.choice([0.5, 1.0, 2.0]), "seed": draw.choice([0, 1, 2])}
+            options |= {**limits, "n": 1}
+            if self.options["forks"] != 0:
+                options["n"] = draw.choice([1, 2, 3, 4])
+        sampling = jaxkv.Sampling(
+            max_tokens=draw.choice([1, draw.randint(1, most - len(prompt)), most - len(prompt)]),
+            stop_token_ids=draw.sample(range(VOCAB), draw.choice([0, 0, 0, 1, 2, 5])),
+            logprobs=draw.random() < 0.5,
+            **options,
+        )
+        return prompt, sampling
+
+    def add(self) -> None:
+        prompt, sampling = self.request()
+        salt = self.draw.choice([None] * 5 + ["a"])
+        self.names += 1
+        name = f"r{self.names}"
+        self.say(f"add({name!r}, {prompt}, {sampling}, salt={salt!r})")
+        self.engine.add(name, prompt, sampling, salt=salt)
+        self.note(name, prompt, sampling)
+
+    def note(self, name: Hashable, prompt: list[int], sampling: jaxkv.Sampling) -> None:
+        for index in range(sampling.n):
+            new = Story(prompt, sampling, index, [(self.weights, [])])
+            self.stories[name, index] = new
+
+    def abort(self) -> None:
+        if not self.stories:
+            return
+        name = self.draw.choice([*self.stories])[0]
+        self.say(f"abort({name!r})")
+        try:
+            self.engine.abort(name)
+        except ValueError as error:
+            assert "has ended" in str(error), error
+        for (one, _), story in self.stories.items():
+            story.is_aborted |= one == name
+
+    def update(self) -> None:
+        in_flight: Any = self.draw.choice(["finish", "restart"])
+        self.weights += 1
+        self.say(f"update({self.weights}, in_flight={in_flight!r})")
+        self.engine.update(make_params(self.model.layers, self.weights), in_flight=in_flight)
+        for story in self.stories.values():
+            if in_flight == "finish":
+                story.versions = [(None, tokens) for _, tokens in story.versions]
+            else:
+                story.versions.append((self.weights, []))
+
+    def sleep(self) -> None:
+        level = self.draw.choice([1, 2])
+        self.say(f"sleep({level}), wake_up()")
+        self.engine.sleep(level)
+        self.engine.wake_up()
+
+    def restart(self) -> None:
+        self.say("restart()")
+        self.engine.restart()
+
+    def generate(self) -> None:
+        """Serves prompts to their ends, or to the first of these."""
+        requests = [self.request() for _ in range(self.draw.randint(1, 5))]
+        for name, (prompt, sampling) in enumerate(requests):
+            self.say(f"generate: {name}, {prompt}, {sampling}")
+            self.note(name, prompt, sampling)
+        is_left, prompts, samplings = self.draw.random() < 0.3, *zip(*requests, strict=True)
+        for output in self.engine.generate(prompts, samplings):
+            self.say(f"    {output}")
+            self.take(output)
+            assert (output.request, output.sample) not in self.stories, "a part of an answer"
+            if is_left:
+                break
+        assert is_left or not self.stories, "samples without an output"
+        self.stories.clear()
+
+    # --- checks -----------------------------------------------------------------------
+
+    def take(self, output: Output) -> None:
+        """Adds an output to its sample, whose tokens are checked at its end."""
+        story = self.stories[output.request, output.sample]
+        assert output.tokens or output.finish_reason, "an output that tells nothing"
+        assert (output.logprobs is not None) == story.sampling.logprobs
+        for _, tokens in story.versions:
+            tokens += output.tokens
+        story.logprobs += output.logprobs or []
+        if output.finish_reason is None:
+            # A sample that ended before new weights has told all since.
+            story.versions = story.versions[-1:]
+            return
+        del self.stories[output.request, output.sample]
+        faults = [self.fault(story, *version, output.finish_reason) for version in story.versions]
+        assert "" in faults, f"{output.request!r}, {output.sample}: {faults[-1]}"
+        _, tokens = story.versions[faults.index("")]
+        self.finished.append([*story.prompt, *tokens])
+        self.seen["tokens"] += len(tokens)
+        self.seen[output.finish_reason] += 1
+
+    def fault(self, story: Story, weights: int | None, tokens: list[int], reason: str) -> str:
+        """Returns what is wrong with an answer, or ""."""
+        sampling = story.sampling
+        stops = [token in sampling.stop_token_ids for token in tokens]
+        if any(stops[:-1]) or len(tokens) > sampling.max_tokens:
+            return f"{tokens} go on after their end"
+        wanted = "abort" if story.is_aborted else ""
+        wanted = "length" if len(tokens) == sampling.max_tokens else wanted
+        wanted = "stop" if any(stops) else wanted
+        if reason != wanted:
+            return f"{tokens} end with {reason!r} and not {wanted!r}"
+        if weights is None:
+            return ""
+        layers, prompt = self.model.layers, story.prompt
+        ids = [*prompt, *tokens]
+        right = candidates(layers, make_weights(layers, weights), ids)
+        first, second = (one[len(prompt) - 1 : -1].tolist() for one in right)
+        limits = sampling.top_k, sampling.top_p, sampling.min_p
+        is_greedy = sampling.temperature == 0 or limits != (None, 1.0, 0.0)
+        for at, token in enumerate(tokens):
+            if token != first[at] and (is_greedy or token != second[at]):
+                return f"token {at} is {token} and not {first[at]} or {second[at]} of {tokens}"
+            how = sampling.seed, story.index, sampling.temperature
+            place = weights, is_greedy or how, tuple(ids[: len(prompt) + at]), at
+            if self.sampled.setdefault(place, token) != token:
+                return f"token {at} of {tokens} is another one for the same seed"
+        if sampling.logprobs and tokens and len(story.versions) == 1:
+            total = np.log(1 + np.exp(SECOND))
+            told = [SECOND * (one != two) - total for one, two in zip(tokens, first, strict=True)]
+            if not np.allclose(story.logprobs[-len(told) :], told, atol=1e-5):
+                return f"log-probabilities {story.logprobs} of {tokens}"
+        return ""
+
+    def check_end(self) -> None:
+        """Checks that ended requests leave nothing, and that no sum was far from an integer."""
+        engine = self.engine
+        engine._calls.settle()
+        assert not engine.has_work and not engine.manager.requests
+        assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks
+        assert not engine.stats.nan_tokens, "sums that are no integers"
+
+
+def run_traffic(
+    seed: int,
+    sessions: Sequence[int] = range(SESSIONS),
+    interrupts: Sequence[str] = POINTS,
+    seen: Counter[str] | None = None,
+) -> Counter[str]:
+    """Serves sessions of one engine, all of which follow from the seed; returns counts.
+
+    Args:
+      interrupts: `POINTS` at which some engines are interrupted.
+      seen: takes the counts, also if a fault is found.
+
+    Raises:
+      AssertionError: a fault, with the calls of its session.
+    """
+    seen, history = Counter() if seen is None else seen, list[str]()
+    try:
+        traffic = Traffic(seed, interrupts, history, seen)
+        for session in sessions:
+            del history[1:]
+            traffic.say(f"session {session}")
+            draw = random.Random(f"{seed} {session}")
+            traffic.run(draw, draw.randint(1, 12))
+    except Exception as error:
+        calls, fault = "\n".join(history), f"{type(error).__name__}: {error}"
+        raise AssertionError(f"{calls}\n\nseed {seed}: {fault}") from error
+    for name in ("calls", "preemptions", "cached_tokens"):
+        seen[name] += getattr(traffic.engine.stats, name)
+    return seen
+
+
+def try_traffic(
+    sessions: Sequence[int], interrupts: Sequence[str], until: float, seed: int
+) -> tuple[Counter[str], str]:
+    """Serves sessions unless it is too late; returns counts, and the text of a fault or "".
+
+    The text begins with the arguments of `tests.traffic` that find the fault again.
+    """
+    seen = Counter[str]()
+    try:
+        if time.time() < until:
+            run_traffic(seed, sessions, interrupts, seen)
+    except AssertionError as error:
+        done = seen["sessions"]
+        again, text = f"{done + 1} --seed {seed}", str(error)
+        with contextlib.suppress(IndexError):
+            try:
+                run_traffic(seed, [sessions[done]], interrupts)
+            except AssertionError as alone:
+                again, text = f"1 --seed {seed} --session {sessions[done]}", str(alone)
+        return seen, f"{again}\n{text}"
+    finally:
+        jax.clear_caches()  # of an engine's programs
+    return seen, ""
