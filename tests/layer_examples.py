@@ -57,13 +57,13 @@ ATTENTION: dict[str, st.SearchStrategy[Any]] = {
     "head_size_v": st.sampled_from([None, 2]),
     "dtype": st.sampled_from(["fp8", "bf16", "f32"]),
 }
+ROWS: dict[str, st.SearchStrategy[Any]] = {
+    "head_size": st.sampled_from([4, 16]),
+    "bytes_per_token": st.none() | st.just(32),
+}
 LATENT = st.builds(
-    MLASpec,
-    block_size=st.sampled_from([2, 4, 8]),
-    head_size=st.sampled_from([4, 16]),
-    compress_ratio=st.integers(1, 2),
-    bytes_per_token=st.none() | st.just(32),
-)
+    MLASpec, block_size=st.sampled_from([2, 4, 8]), compress_ratio=st.integers(1, 2), **ROWS
+) | st.builds(MLASpec, block_size=st.just(1), **ROWS)
 STATES = st.builds(
     StateSpec,
     block_size=st.sampled_from([1, 2, 4, 8]),

@@ -90,6 +90,11 @@ def test_models_are_uniform_and_hybrid_and_shrink_to_one_layer_of_full_attention
             strategies.models(min_layers=count), lambda m, n=kinds: len(set(m.values())) == n
         )
     assert can_draw(strategies.models(without_cache=True), lambda model: "shared" in model)
+    for kind in KINDS:  # one token, one head
+        assert can_draw(
+            strategies.layer_specs([kind]),
+            lambda spec: spec.block_size == 1 == getattr(spec, "num_kv_heads", 1),
+        )
 
 
 @settings(max_examples=50)

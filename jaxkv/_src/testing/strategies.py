@@ -7,6 +7,7 @@ from as arguments.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,15 +50,17 @@ FIRST_NAN = {  # bits of the least NaN without sign; all larger ones are NaN too
 def layer_specs(
     kinds: Sequence[str] = KINDS,
     *,
-    block_sizes: Sequence[int] = (4, 2),
+    block_sizes: Sequence[int] = (4, 2, 1),
+    kv_heads: Sequence[int] = (2, 1),
     windows: Sequence[int] = (1, 3, 6, 13),
     kv_dtypes: Sequence[str] = ("bf16", "fp8_e4m3", "fp8_e5m2"),
 ) -> st.SearchStrategy[LayerSpec]:
-    """Specs of one layer: two heads of four elements, or as small a thing of another kind.
+    """Specs of one layer: a head or two of four elements, or as small a thing of another kind.
 
     Args:
       kinds: as ``spec.kind`` names them.
-      block_sizes: tokens; even ones, where kinds has MLA.
+      block_sizes: tokens.
+      kv_heads: KV heads of layers that have any.
       windows: tokens of sliding windows and of chunks.
       kv_dtypes: of keys and values.
     """
@@ -65,18 +68,26 @@ def layer_specs(
     window = {"sliding_window": st.sampled_from(windows)}
     heads = {
         **size,
-        "num_kv_heads": st.just(2),
+        "num_kv_heads": st.sampled_from(kv_heads),
         "head_size": st.just(4),
         "dtype": st.sampled_from(kv_dtypes),
     }
-    latent = {**size, "head_size": st.just(8), "compress_ratio": st.sampled_from([1, 2])}
+
+    def latents(spec: Any, **more: Any) -> st.SearchStrategy[LayerSpec]:
+        def of_size(block_size: int) -> st.SearchStrategy[LayerSpec]:
+            ratios = st.sampled_from([1] if block_size % 2 else [1, 2])
+            fixed = {"block_size": st.just(block_size), "head_size": st.just(8)}
+            return st.builds(spec, compress_ratio=ratios, **fixed, **more)
+
+        return st.sampled_from(block_sizes).flatmap(of_size)
+
     builds: dict[str, st.SearchStrategy[LayerSpec]] = {
         "full": st.builds(FullAttentionSpec, **heads),
         "sliding": st.builds(SlidingWindowSpec, **heads, **window),
         "chunked": st.builds(ChunkedAttentionSpec, **heads, chunk_size=st.sampled_from(windows)),
         "cross": st.builds(CrossAttentionSpec, **heads),
-        "mla": st.builds(MLASpec, **latent),
-        "sliding_mla": st.builds(SlidingWindowMLASpec, **latent, **window),
+        "mla": latents(MLASpec),
+        "sliding_mla": latents(SlidingWindowMLASpec, **window),
         "state": st.builds(
             StateSpec,
             **size,
