@@ -20,13 +20,13 @@ from pallas_kernels._capability import Implementation as Implementation
 from pallas_kernels._capability import default_implementation as default_implementation
 from pallas_kernels._capability import import_mosaic as import_mosaic
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
+from pallas_kernels._in_place import read_extents as read_extents
 from pallas_kernels._paged_attention import Interleaving as Interleaving
 from pallas_kernels._paged_attention import PackedRow as PackedRow
 from pallas_kernels._paged_attention import RowPacking as RowPacking
 from pallas_kernels._paged_attention import SharedPrefixes as SharedPrefixes
 from pallas_kernels._paged_attention import StridedPages as StridedPages
 from pallas_kernels._paged_attention import paged_attention as paged_attention
-from pallas_kernels._reads import read_extents as read_extents
 from pallas_kernels._recurrence import Convolution as Convolution
 from pallas_kernels._recurrence import StatePages as StatePages
 from pallas_kernels._recurrence import causal_conv1d as causal_conv1d

@@ -10,7 +10,7 @@ from pallas_kernels._arguments import IdLists, PagedBuffer, flatten_arguments, p
 from pallas_kernels._bitcast import as_integers, as_words, from_words
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
-from pallas_kernels._reads import read_extents
+from pallas_kernels._in_place import read_extents, write_extents
 
 
 def copy_blocks(
@@ -121,14 +121,7 @@ def _copy_xla(buffers: list[PagedBuffer], ids: IdLists) -> list[Array]:
 def _copy_buffer(buffer: PagedBuffer, sources: Array, destinations: Array) -> Array:
     if not buffer.pages.size:
         return buffer.pages
-    num_pages = buffer.pages.shape[0]
-    targets = page_indices(buffer, destinations)
-    # Pairs that do nothing get distinct pages beyond the buffer, so that indices are unique.
-    beyond = num_pages + jnp.arange(targets.size, dtype=jnp.int32)
-    targets = jnp.where(targets < num_pages, targets, beyond)
     pages = as_integers(buffer.pages)
     copies = read_extents(pages, page_indices(buffer, sources))
-    pages = pages.at[targets].set(
-        copies, mode="drop", unique_indices=True, wrap_negative_indices=False
-    )
+    pages = write_extents(pages, page_indices(buffer, destinations), 0, copies)
     return lax.bitcast_convert_type(pages, buffer.pages.dtype)

@@ -14,6 +14,7 @@ from pallas_kernels._arguments import PagedBuffer, as_array, as_ids
 from pallas_kernels._bitcast import as_integers, as_words, from_words
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
+from pallas_kernels._in_place import write_extents
 
 SHORT_BYTES = 512  # of a row; XLA's scatter writes shorter ones at least as fast (on an H200)
 
@@ -120,20 +121,7 @@ def _write_mosaic(buffers: list[PagedBuffer], operands: Rows, *, align: int) -> 
 
 def _write_xla(buffers: list[PagedBuffer], operands: Rows, *, align: int) -> list[Array]:
     (buffer,), (block_ids, offsets, rows) = buffers, operands
-    num_pages = buffer.pages.shape[0]
-    known = (block_ids >= 0) & (block_ids < num_pages) & (offsets % align == 0)
-    # Ignored rows get distinct pages beyond the buffer, so that indices are unique.
-    beyond = num_pages + jnp.arange(block_ids.size, dtype=jnp.int32)
-    written = lax.scatter(
-        as_integers(buffer.pages),
-        jnp.stack([jnp.where(known, block_ids, beyond), offsets], axis=-1),
-        as_integers(rows),
-        lax.ScatterDimensionNumbers(
-            update_window_dims=(1,),
-            inserted_window_dims=(0,),
-            scatter_dims_to_operand_dims=(0, 1),
-        ),
-        unique_indices=True,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
+    block_ids = jnp.where(offsets % align == 0, block_ids, -1)
+    pages, rows = as_integers(buffer.pages), as_integers(rows)
+    written = write_extents(pages, block_ids, offsets, rows)
     return [lax.bitcast_convert_type(written, buffer.pages.dtype)]

@@ -9,6 +9,7 @@ from pallas_kernels._arguments import IdLists, PagedBuffer, flatten_arguments, p
 from pallas_kernels._bitcast import as_integers
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
+from pallas_kernels._in_place import write_extents
 
 
 def zero_blocks(
@@ -78,8 +79,7 @@ def _zero_buffer(buffer: PagedBuffer, ids: IdLists) -> Array:
         return buffer.pages
     (block_ids,) = ids.lists[buffer.list_index]
     block_ids = jnp.where(ids.is_counted(block_ids.size), block_ids, -1)
-    pages = as_integers(buffer.pages)
-    pages = pages.at[page_indices(buffer, block_ids)].set(
-        0, mode="drop", wrap_negative_indices=False
-    )
+    pages, indices = as_integers(buffer.pages), page_indices(buffer, block_ids)
+    zeros = jnp.zeros((indices.size, pages.shape[1]), pages.dtype)
+    pages = write_extents(pages, indices, 0, zeros, unique=False)  # an id may repeat
     return lax.bitcast_convert_type(pages, buffer.pages.dtype)

@@ -30,13 +30,13 @@ BOUND = 5e-3 if ON_GPU else 2e-5  # a GPU's products of float32 are of TF32
 close = functools.partial(np.testing.assert_allclose, rtol=BOUND, atol=BOUND)
 
 
-def plan_of(specs: dict[str, Any], block_size: int) -> jaxkv.Plan:
+def plan_of(specs: dict[str, Any], num_blocks: int = 8 * LENGTH) -> jaxkv.Plan:
     """A pool for one longest request, in which blocks are zeroed."""
     return jaxkv.plan_cache(
         specs,
         2**30,
         max_model_len=LENGTH,
-        num_blocks_override=8 * LENGTH,
+        num_blocks_override=num_blocks,
         limits=jaxkv.Limits(max_in_flight_tokens=1, max_encoder_tokens=ENCODER),
         zero_policy="always",
     )
@@ -104,7 +104,7 @@ def test_a_cache_of_every_order_and_kind_serves_one_token(order: str, heads: int
     index, kinds = ORDERS.index(order), KINDS
     block_size = 1 + (index + heads) % 2
     if heads > 1 and order in ("LHBNC", "BHLNC"):  # latent rows count as one head
-        mixed = plan_of(attention_specs(kinds, heads, "f32", block_size), block_size)
+        mixed = plan_of(attention_specs(kinds, heads, "f32", block_size))
         with pytest.raises(ValueError, match="KV heads"):
             jaxkv.make_cache(mixed, max_requests=1, order=order)
         kinds = KINDS[:5]
@@ -128,7 +128,7 @@ def check_attention(
 ) -> None:
     """Compares outputs, and rows that can be seen, of one token after the other."""
     rng = np.random.default_rng(0)
-    plan = plan_of(attention_specs(kinds, heads, dtype, block_size), block_size)
+    plan = plan_of(attention_specs(kinds, heads, dtype, block_size))
     served = Served(plan, order, ENCODER if "cross" in kinds else 0)
     stored = {kind: np.zeros((0, 1 if "latent" in kind else heads, 3)) for kind in kinds}
     stored |= {"cross": drawn(rng, ENCODER, heads, 3)}
@@ -255,7 +255,7 @@ def test_recurrent_layers_serve_one_token(kinds, order, heads, size, mode) -> No
             kind: dataclasses.replace(spec, page_bytes_padded=largest)
             for kind, spec in specs.items()
         }
-    served = Served(plan_of(specs, 1), order)
+    served = Served(plan_of(specs), order)
     given = {
         "inputs": rng.normal(size=(LENGTH, 3 * heads * size)),
         "log_decay": -rng.exponential(size=(LENGTH, heads)),
@@ -270,6 +270,19 @@ def test_recurrent_layers_serve_one_token(kinds, order, heads, size, mode) -> No
         for kind, out in outs.items():
             close(out.reshape(-1), wanted[kind][t].reshape(-1), err_msg=f"{kind} at {t}")
     jaxkv.check_errors(served.cache)
+
+
+def test_a_step_of_one_token_copies_no_pool() -> None:
+    kinds = ("gated_delta", "short_conv", "own")
+    plan = plan_of({kind: state_spec(kind, 1, 2, "none") for kind in kinds}, 9000)
+    cache = jaxkv.make_cache(plan, max_requests=1)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=1, max_tokens=1)
+    x = {"inputs": np.ones((1, 6)), "log_decay": np.ones((1, 1)), "beta": np.ones((1, 1))}
+    x = jax.tree.map(jnp.float32, x)
+    lowered = recur.lower(cache, shape.idle(), x, jnp.ones((TAPS, 6)), kinds=kinds, heads=1)
+    memory, pool = lowered.compile().memory_analysis(), sum(b.nbytes for b in cache.buffers)
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 100
 
 
 # --- kernels --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels._arguments import as_array
-from pallas_kernels._reads import read_extents
+from pallas_kernels._in_place import read_extents
 
 
 class StridedPages(NamedTuple):

@@ -26,11 +26,14 @@ def resume(
     """
     kept = conv.width - 1
     spans = requests.spans or Spans.of_single_tokens(requests.batch)
-    starts, counts, after = spans.arrays()
+    starts, counts, _ = spans.arrays()
     x = inputs.astype(conv.pages.dtype)
     before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
     steps = jnp.arange(kept, dtype=jnp.int32)[None]
     first = x.at[starts[:, None] + steps].get(mode="clip")
+    written = _written(kept, requests, spans, x, before)
+    # What is written may not depend on what is read, which must come first nevertheless.
+    before, written = lax.optimization_barrier((before, written))
     window = jnp.concatenate([before, first], axis=1).astype(jnp.float32)
     totals = [
         sum(window[:, o + kept - back] * _tap(conv, back) for back in range(conv.width))
@@ -40,15 +43,32 @@ def resume(
     places = jnp.where(steps < counts[:, None], starts[:, None] + steps, len(outputs))
     outputs = outputs.at[places].set(resumed, mode="drop")
     data = conv.pages.data
+    for ids, new in written:
+        data = conv.pages._replace(data=data).write(ids, new)
+    return data, outputs
+
+
+def _written(
+    kept: int, requests: Requests, spans: Spans, x: Array, before: Array
+) -> list[tuple[Array, Array]]:
+    """Returns the pages to write, int32[B], and the inputs that each keeps, [B, kept, channels].
+
+    Args:
+      kept: inputs that a page keeps.
+      x: [T, channels], the inputs of all tokens.
+      before: [B, kept, channels], those of the tokens before.
+    """
+    starts, counts, after = spans.arrays()
+    steps = jnp.arange(kept, dtype=jnp.int32)[None]
+    written: list[tuple[Array, Array]] = []
     for w in range(requests.write_ids.shape[1]):
         index = after[:, w, None] - kept + steps
         recent = x.at[starts[:, None] + jnp.maximum(index, 0)].get(mode="clip")
         old = jnp.take_along_axis(before, jnp.clip(kept + index, 0, kept - 1)[..., None], axis=1)
         due = (after[:, w] > 0) & (after[:, w] <= counts)
         ids = jnp.where(due, requests.write_ids[:, w], -1)
-        new = jnp.where((index >= 0)[..., None], recent, old)
-        data = conv.pages._replace(data=data).write(ids, new)
-    return data, outputs
+        written.append((ids, jnp.where((index >= 0)[..., None], recent, old)))
+    return written
 
 
 def _as_kept(conv: Convolution, inputs: Array) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels._reads import read_extents
+from pallas_kernels._in_place import read_extents, write_extents
 
 
 class StatePages(NamedTuple):
@@ -58,32 +58,21 @@ class StatePages(NamedTuple):
 
     def read(self, ids: Array) -> Array:
         """Reads the arrays of pages int32[...]: [..., *shape], zeros for ids out of range."""
-        extents = jnp.where(self.knows(ids), self.first + ids * self.page_step, -1)
         unit = self.data.dtype.itemsize
         columns = slice(self.start // unit, (self.start + self.num_bytes) // unit)
-        data = read_extents(self.data, extents, columns)
+        data = read_extents(self.data, self._extents(ids), columns)
         return self._as_elements(data, (*ids.shape, *self.shape))
 
     def write(self, ids: Array, arrays: Array) -> Array:
         """Returns ``data`` with [N, *shape] written to pages int32[N]; bad ids write nothing."""
-        known = self.knows(ids)
-        beyond = self.data.shape[0] + jnp.arange(ids.size, dtype=jnp.int32)  # unique, and dropped
-        extents = jnp.where(known, self.first + ids * self.page_step, beyond)
         data = lax.bitcast_convert_type(arrays.astype(self.dtype), self.data.dtype)
         unit = self.data.dtype.itemsize
-        offsets = jnp.full_like(extents, self.start // unit)
-        return lax.scatter(
-            self.data,
-            jnp.stack([extents, offsets], axis=-1),
-            data.reshape(ids.size, self.num_bytes // unit),
-            lax.ScatterDimensionNumbers(
-                update_window_dims=(1,),
-                inserted_window_dims=(0,),
-                scatter_dims_to_operand_dims=(0, 1),
-            ),
-            unique_indices=True,
-            mode=lax.GatherScatterMode.FILL_OR_DROP,
-        )
+        rows = data.reshape(ids.size, self.num_bytes // unit)
+        return write_extents(self.data, self._extents(ids), self.start // unit, rows)
+
+    def _extents(self, ids: Array) -> Array:
+        """Returns the extents of pages; -1 for ids out of range."""
+        return jnp.where(self.knows(ids), self.first + ids * self.page_step, -1)
 
     def _as_elements(self, data: Array, shape: tuple[int, ...]) -> Array:
         if data.dtype == self.dtype:
