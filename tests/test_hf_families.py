@@ -28,17 +28,18 @@ from jaxkv._src.hf_config import (
     shipped_dtype,
 )
 from jaxkv._src.hf_config._families import FAMILIES
+from jaxkv._src.hf_config._fields import inner_config
 from jaxkv._src.hf_config._refused import REFUSED
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 from jaxkv._src.specs import (
     EncoderOnlySpec,
     FullAttentionSpec,
+    LayerSpec,
     MLASpec,
     SharedKVSpec,
     SlidingWindowSpec,
     StateSpec,
 )
-from tests.changed_configs import changed, innermost
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "configs.json").read_text())
 PUBLISHED: dict[str, Any] = GOLDEN["published"]
@@ -54,6 +55,20 @@ def expanded(value: Any) -> Any:
         period = [item for times, item in value["runs"] for _ in range(times)]
         return [period[i % len(period)] for i in range(value["items"])]
     return {name: expanded(inner) for name, inner in value.items()}
+
+
+def innermost(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the language model."""
+    found = inner_config(config)
+    return config if found is None else innermost(dict(found[1]))
+
+
+def changed(config: dict[str, Any], field: str, *values: Any) -> dict[str, Any]:
+    """Returns the configuration with a field of its language model left out, or set to a value."""
+    if found := inner_config(config):
+        return {**config, found[0]: changed(dict(found[1]), field, *values)}
+    left = {other: value for other, value in config.items() if other != field}
+    return {**left, field: values[0]} if values else left
 
 
 class Row(NamedTuple):
@@ -717,11 +732,40 @@ def test_a_file_is_read_alike_whatever_was_read_before() -> None:
         layers_from_config({**jamba, "layer_types": ["mlp"] * count})
 
 
+def every_config() -> list[dict[str, Any]]:
+    """All presets and golden files."""
+    rows = *DEFAULTS.values(), *GOLDEN["drawn"]
+    golden = [*PUBLISHED.values(), *(row["config"] for row in rows)]
+    return [*map(expanded, golden), *map(load_config, preset_names())]
+
+
+def test_options_change_bytes_and_never_which_layers_there_are() -> None:
+    """Drafts and resumable states only add bytes; two ranks hold all bytes between them."""
+    undivided = 0
+    for config in every_config():
+        dtype = {} if config["model_type"] == "deepseek_v4" else {"kv_dtype": "bf16"}
+        plain = layers_from_config(config, **dtype)
+        drafts = layers_from_config(config, **dtype, speculative_tokens=2, state_cache_mode="align")
+        assert {n: type(s) for n, s in drafts.items()} == {n: type(s) for n, s in plain.items()}
+        assert total_bytes(drafts) >= total_bytes(plain)
+        try:
+            half = layers_from_config(config, **dtype, tensor_parallel=2)
+        except ValueError as refusal:
+            assert "tensor_parallel=2" in str(refusal)
+            undivided += 1
+        else:
+            assert {n: type(s) for n, s in half.items()} == {n: type(s) for n, s in plain.items()}
+            assert total_bytes(plain) <= 2 * total_bytes(half) <= 2 * total_bytes(plain)
+    assert undivided <= 3  # with an odd number of heads
+
+
+def total_bytes(layers: Mapping[str, object]) -> int:
+    return sum(spec.data_bytes for spec in layers.values() if isinstance(spec, LayerSpec))
+
+
 def test_a_damaged_configuration_is_answered_or_refused() -> None:
     rng = random.Random(14)
-    configs = [expanded(config) for config in PUBLISHED.values()]
-    configs += [expanded(row["config"]) for row in DEFAULTS.values()]
-    configs += [load_config(name) for name in preset_names()]
+    configs = every_config()
     others = {name: value for config in configs for name, value in config.items()}
     questions: list[Callable[..., object]] = [layers_from_config, model_len, encoder_len]
     answers: collections.Counter[str] = collections.Counter()
