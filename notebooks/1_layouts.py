@@ -115,4 +115,4 @@ for order in ORDERS:
 # A block of four tokens in tiles of two, once more drawn as memory:
 
 # %%
-plotting.plot_order(PhysicalOrder("LBHNC", tile_tokens=2))
+plotting.plot_orders([PhysicalOrder("LBHNC", tile_tokens=2)])

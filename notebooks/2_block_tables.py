@@ -123,8 +123,8 @@ for layer in ("full.0", "full.1"):
 #
 # A block keeps its column for as long as the request holds it: column `i` of a group with blocks
 # of 4 tokens holds positions `4 * i` to `4 * i + 3`. Blocks that leave the window go back to the
-# pool, and a step reads the row from the first visible block on. A frame below is what the last
-# step reads. Ids to the left of it are leftovers: those blocks may belong to other requests by now.
+# pool, and a step reads the row from the first visible block on. Below, what the
+# last step reads is dark. Pale ids are leftovers: those blocks may belong to other requests by now.
 
 # %%
 for tokens in (8, 8, 8):
@@ -132,9 +132,9 @@ for tokens in (8, 8, 8):
 plotting.plot_block_tables(cache, batch=batch)
 
 # %% [markdown]
-# Tables of the batch start at the frame, and `first_positions` says which token that is. A kernel
-# of your own needs both; `jaxkv.attend` takes the batch and needs neither. On the host, blocks
-# that were given back read 0:
+# Tables of the batch start at the first dark id, and `first_positions` says which token that is. A
+# kernel of your own needs both; `jaxkv.attend` takes the batch and needs neither. On the host,
+# blocks that were given back read 0:
 
 # %%
 print("the manager's row of a:", manager.block_ids("a")[1])
@@ -217,7 +217,7 @@ except jaxkv.CacheError as error:
 #
 # Requests come and go, grow by a chunk and then token by token. When blocks run out, the youngest
 # request is preempted: `finish` gives its blocks back, and a scheduler would start it again later.
-# Blocks of the window (hatched orange) return to the pool early.
+# Blocks of the window (orange) return to the pool early.
 
 # %%
 rng = np.random.default_rng(0)

@@ -50,7 +50,6 @@ def make_plan(zero_policy):
 
 plan = make_plan("when_needed")
 print("groups whose fresh blocks are zeroed:", plan.groups_to_zero)
-plotting.plot_layout(plan.layout)
 
 # %% [markdown]
 # ## The bug

@@ -73,18 +73,18 @@ def serve(plan, cache, spec=None):
 plan = make_plan(HEADS)
 cache = jaxkv.make_cache(plan, max_requests=2, device=devices[0])
 _, _, expected = serve(plan, cache)
-plotting.plot_page(plan.groups[0].specs[0])
+print(f"a page of {HEADS} heads has {plan.groups[0].specs[0].page_bytes:,} bytes")
 
 # %% [markdown]
 # ## Heads: tensor parallelism
 #
-# The plan is that of **one** rank: its share of the KV heads and its memory. Here is its page,
-# half as large as the one above. (`layers_from_config(..., tensor_parallel=2)` makes such layers
+# The plan is that of **one** rank: its share of the KV heads and its memory. Its pages are half
+# as large. (`layers_from_config(..., tensor_parallel=2)` makes such layers
 # of a configuration; where there are fewer KV heads than ranks, each head is kept more than once.)
 
 # %%
 half = make_plan(HEADS // 2)
-plotting.plot_page(half.groups[0].specs[0])
+print(f"a page of {HEADS // 2} heads has {half.groups[0].specs[0].page_bytes:,} bytes")
 
 # %% [markdown]
 # `make_cache(plan, mesh=, axis=)` makes one cache over all ranks. Your step stays as it is:

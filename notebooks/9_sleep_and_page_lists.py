@@ -123,15 +123,13 @@ hit, wrong = serve("wrong", prompt)
 print(f"{hit.num_cached_tokens} tokens of zeros: off by {np.abs(wrong - cold).max():.2f}")
 assert not np.allclose(wrong, cold, atol=0.01)
 
-uses = [manager.block_use]
+print("before", manager.block_use)
 manager.reset_prefixes()
-uses.append(manager.block_use)
+print("after ", manager.block_use)
 hit, right = serve("right", prompt)
-uses.append(manager.block_use)
 difference = np.abs(right - cold).max()
 print(f"{hit.num_cached_tokens} tokens cached, {hit.reasons}: off by {difference:.1g}")
 np.testing.assert_allclose(right, cold, atol=1e-5)
-plotting.plot_block_use(uses)  # before reset_prefixes, after it, and with the prompt there again
 
 # %% [markdown]
 # After new weights at level 1 the bytes are there, but old: call `new_epoch` then

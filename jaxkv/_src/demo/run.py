@@ -18,7 +18,7 @@ from jaxkv._src.engine import Sampling
 from jaxkv._src.hf_config import layers_from_config, load_config, model_len
 from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.planning import Plan, plan_cache
-from jaxkv._src.plotting import plot_block_use, plot_occupancy
+from jaxkv._src.plotting import plot_block_use
 from jaxkv._src.specs import Limits
 from jaxkv._src.testing.compilations import count_compilations
 from pallas_kernels import Implementation, default_implementation
@@ -153,10 +153,7 @@ def run(options: argparse.Namespace) -> int:
     own_attention = options.kernel_block_size is not None and plan.context_parallel == 1
     report = run_trace(plan, own_attention)
     agree = _compare(model, params, layers, report, bound_of(options.kv_dtype, implementation))
-    if shares:
-        figure = plot_block_use(report.uses, preemptions=report.preemptions)
-    else:
-        figure = plot_occupancy(plan, report.occupancy, preemptions=report.preemptions)
+    figure = plot_block_use(report.uses, preemptions=report.preemptions)
     figure.savefig(options.output, dpi=130)
     print(f"{'use of blocks' if shares else 'occupancy':<17} {options.output}")
     if any(plan.groups_to_zero) and options.trace == "random":

@@ -24,8 +24,15 @@ _CELL = "padding:2px 10px;text-align:left;border:1px solid #8888"
 
 
 def group_colour(group: int) -> str:
-    """Returns the colour of a group, ``#rrggbb``."""
-    return GROUP_COLOURS[group % len(GROUP_COLOURS)]
+    """Returns the colour of a group, ``#rrggbb``; beyond the palette, paler ones of it."""
+    turn, index = divmod(group, len(GROUP_COLOURS))
+    return paler(GROUP_COLOURS[index], 0.6**turn)
+
+
+def paler(colour: str, share: float) -> str:
+    """Returns a share of a colour ``#rrggbb`` on white."""
+    parts = (255 - share * (255 - int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part):02X}" for part in parts)
 
 
 def text_colour(background: str) -> str:

@@ -4,7 +4,7 @@ import io
 
 from matplotlib.figure import Figure
 
-DPI = 85
+DPI = 90
 
 
 class NotebookFigure(Figure):
