@@ -80,7 +80,7 @@ lanes: $(LANES) lane-gpus
 ci: test lanes docs
 
 clean:
-	rm -rf $(VENV) $(VENV)-gpus demo_output build dist
+	rm -rf $(VENV) $(VENV)-gpus build dist
 
 # A stamp per extra, so that a second run installs nothing.
 $(VENV)/.%: $(BIN)/python pyproject.toml

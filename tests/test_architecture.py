@@ -44,8 +44,8 @@ WITHOUT_JAX = {name for left, _ in ROWS for name in left}
 
 # Packages that are not dependencies of jaxkv, and what may import them.
 OPTIONAL = {
-    "matplotlib": {"plotting", "demo"},
-    "tqdm": {"demo", "engine"},
+    "matplotlib": {"plotting"},
+    "tqdm": {"engine"},
     "hypothesis": {"testing"},
     "chex": {"testing"},
     "msgpack": {"prefixes"},
@@ -219,7 +219,7 @@ def test_the_checker_finds_a_planted_violation(module: str, source: str, text: s
         ("jaxkv._src.planning", "from jaxkv._src.planning._plan import Plan"),
         ("jaxkv._src.planning", "if TYPE_CHECKING:\n    from jax import Array"),
         ("jaxkv._src.plotting", "def f():\n    from jaxkv._src.cache import KVCache"),
-        ("jaxkv._src.demo.serving", "import jaxkv"),
+        ("jaxkv._src.demo.run", "import jaxkv"),
         ("jaxkv._src.plotting", "import matplotlib.figure"),
     ],
 )

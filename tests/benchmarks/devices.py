@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv._src.demo.trace import make_trace
 from jaxkv.testing import count_compilations
 from tests.benchmarks import timing
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 from tests.hosts.demo import CONFIG, demo_engine
 from tests.hosts.engine import Report as Served
+from tests.hosts.engine import make_trace
 
 # Eight KV heads, and as many state heads, because the demo's config names these too.
 HEADS = {"num_key_value_heads": 8, "num_attention_heads": 16, "full_attention_interval": 1}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._src.demo.model import Model, Params, init_params
+from jaxkv._src.demo.model import Model, Params, init_params, query_dtype
 from tests.benchmarks.timing import Report, by_size
 from tests.hosts.engine import serve_step
 
@@ -205,5 +205,5 @@ def _model(sizes: Sizes) -> tuple[Model, Params, jaxkv.Plan]:
     group = prompt + sizes.samples * (whole - prompt + states + 1)
     blocks = max(sizes.groups * group, whole) + 2 * states + 2
     plan = jaxkv.plan_cache(layers, 2**40, num_blocks_override=blocks, **plan_of)
-    model = Model(config, tuple(layers))
+    model = Model(config, tuple(layers), query_dtype("bf16"))
     return model, init_params(model, jax.random.key(0)), plan

@@ -10,11 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.demo.model import Model, init_params
-from jaxkv._src.demo.serving import MAX_REQUESTS, MAX_TOKENS
-from jaxkv._src.demo.trace import make_trace
+from jaxkv._src.demo.model import Model, init_params, query_dtype
 from jaxkv.testing import count_compilations
-from tests.hosts.engine import Engine, serve_step
+from tests.hosts.engine import MAX_REQUESTS, MAX_TOKENS, Engine, make_trace, serve_step
 
 Step = Callable[..., tuple[jaxkv.KVCache, Any]]
 CONFIG = {"num_hidden_layers": 1, "full_attention_interval": 1, "hidden_size": 64}
@@ -48,7 +46,8 @@ def demo_engine(
         context_parallel=1 if by_head else ranks,
         zero_policy="always",
     )
-    model, same = Model(config, tuple(layers)), NamedSharding(mesh, PartitionSpec())
+    model = Model(config, tuple(layers), query_dtype(kv_dtype))
+    same = NamedSharding(mesh, PartitionSpec())
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda like: everywhere(rng.normal(size=like.shape) / like.shape[0] ** 0.5, same),

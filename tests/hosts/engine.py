@@ -11,10 +11,29 @@ import numpy as np
 from jax import Array
 
 import jaxkv
-from jaxkv._src.demo.memory import forward_step
-from jaxkv._src.demo.model import Model, Params
-from jaxkv._src.demo.serving import MAX_REQUESTS, MAX_TOKENS
-from jaxkv._src.demo.trace import Request
+from jaxkv._src.demo.model import Model, Params, forward_step
+
+MAX_REQUESTS, MAX_TOKENS = 16, 64
+Range = tuple[int, int]  # the fewest and the most
+
+
+class Request(NamedTuple):
+    """A request of a trace, of byte tokens. It arrives at a step of the engine."""
+
+    name: int
+    arrival_step: int
+    prompt: list[int]
+    max_new_tokens: int
+
+
+def make_trace(count: int, seed: int, *, prompt_tokens: Range, new_tokens: Range) -> list[Request]:
+    """Returns random requests in order of arrival."""
+    rng = np.random.default_rng(seed)
+    trace = []
+    for name, arrival in enumerate(np.cumsum(rng.exponential(4.0, count)).astype(int).tolist()):
+        length, new = (int(rng.integers(a, b + 1)) for a, b in (prompt_tokens, new_tokens))
+        trace.append(Request(name, arrival, rng.integers(0, 256, length).tolist(), new))
+    return trace
 
 
 class Answer(NamedTuple):
@@ -38,7 +57,7 @@ def serve_step(
 ) -> tuple[jaxkv.KVCache, Array]:
     """Runs one step on the device. Returns the cache, and f32[B, vocab] of each last token."""
     step = jaxkv.StepContext(cache, upload)
-    out = forward_step(model, False, None, params, step)
+    out = forward_step(model, params, step)
     return step.done(), out
 
 

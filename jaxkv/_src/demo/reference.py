@@ -1,92 +1,75 @@
-"""Served tokens against the same model over whole requests, without any cache."""
+"""The same model over whole requests, without a cache."""
 
-import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import Array
 
-from jaxkv._src.demo.memory import NoMemory
-from jaxkv._src.demo.model import Model, Params, Tokens, forward, logits
-
-BATCH = 4  # requests side by side
+import jaxkv
+from jaxkv._src.demo.model import KEY_SCALE, VALUE_SCALE, Model, Params, forward, logits
 
 
-class Answer(NamedTuple):
-    """The tokens of a request, prompt first, and the log-probabilities of those generated.
-
-    is_greedy: whether these are the most likely ones; otherwise they were drawn.
-    """
-
-    tokens: Sequence[int]
-    logprobs: np.ndarray  # f64[new tokens]
-    is_greedy: bool
-
-
-class Comparison(NamedTuple):
-    """The largest difference between two log-probabilities of a token, and the tokens that agree.
-
-    num_picked: tokens that were picked as the most likely ones; num_equal: those of them that the
-      model without a cache picks, too.
-    """
-
-    largest_difference: float
-    num_equal: int
-    num_picked: int
-    num_tokens: int
-
-
-def compare(
-    model: Model,
-    params: Params,
-    layers: Mapping[str, object],
-    served: Sequence[Answer],
-    *,
-    max_model_len: int,
-    on_finish: Callable[[], object],
-) -> Comparison:
-    """Computes every request anew, prompt and served tokens at once, and compares the results.
-
-    Args:
-      served: answers.
-    """
-    step = _compiled(model, tuple(layers.items()))
-    largest, equal, picked, count = 0.0, 0, 0, 0
-    for batch in itertools.batched(served, BATCH):
-        ids = np.zeros((BATCH, max_model_len), np.int32)
-        for row, answer in zip(ids, batch, strict=False):
-            row[: len(answer.tokens)] = answer.tokens
-        expected = np.asarray(step(params, ids))
-        for row, answer in zip(expected, batch, strict=False):
-            num_new = len(answer.logprobs)
-            first = len(answer.tokens) - num_new - 1
-            wanted, tokens = row[first : first + num_new], np.array(answer.tokens[-num_new:])
-            logprobs = np.take_along_axis(wanted, tokens[:, None], axis=-1)[:, 0]
-            largest = float(np.maximum(largest, np.abs(answer.logprobs - logprobs).max()))
-            if answer.is_greedy:
-                equal += int((wanted.argmax(axis=-1) == tokens).sum())
-                picked += num_new
-            count += num_new
-            on_finish()
-    return Comparison(largest, equal, picked, count)  # NaN, if one of them is
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(model: Model, layers: tuple[tuple[str, object], ...]) -> Callable[..., jax.Array]:
-    """Returns `_logprobs_of_all` of a model, compiled once however many runs are compared."""
-    return jax.jit(functools.partial(_logprobs_of_all, model, dict(layers)))
-
-
-def _logprobs_of_all(
-    model: Model, layers: Mapping[str, object], params: Params, ids: jax.Array
-) -> jax.Array:
-    """Returns log-probabilities f32[B, L, vocab] for whole requests, int32[B, L]."""
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    index = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
-    tokens = Tokens(ids.reshape(-1), positions.reshape(-1), index)
+def logprobs_of(model: Model, layers: Mapping[str, Any], params: Params, ids: Array) -> Array:
+    """Returns f32[L, vocab], what each token of one request says of the next, of int32[L]."""
     with jax.default_matmul_precision("highest"):
-        x = forward(model, params, tokens, NoMemory(layers, tokens))
-        return jax.nn.log_softmax(logits(model, params, x)).reshape(*ids.shape, -1)
+        x = forward(model, params, ids, jnp.arange(ids.shape[0]), _NoCache(layers))
+        return jax.nn.log_softmax(logits(model, params, x))
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoCache:
+    """Stands in for a `StepContext` that begins with the first token of its only request."""
+
+    layers: Mapping[str, Any]
+
+    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> Array:
+        """Attends to all tokens so far, whose keys and values are rounded as a page stores them."""
+        keys, values = (
+            # The barrier keeps XLA from taking the conversion there and back for none.
+            jax.lax.optimization_barrier(
+                jaxkv.pool.quantize(x, self.layers[layer].dtype, scale)
+            ).astype(x.dtype)
+            * scale
+            for x, scale in ((keys, KEY_SCALE), (values, VALUE_SCALE))
+        )
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = (jnp.repeat(x, groups, axis=1) for x in (keys, values))
+        scores = jnp.einsum("qhd,shd->hqs", queries, keys) / queries.shape[-1] ** 0.5
+        seen = jnp.tri(len(queries), dtype=bool)[None]
+        return jnp.einsum("hqs,shd->qhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), values)
+
+    def gated_delta(
+        self,
+        layer: str,
+        qkv: Array,
+        log_decay: Array,
+        beta: Array,
+        *,
+        conv_weights: Array,
+        num_key_heads: int,
+    ) -> Array:
+        """Token by token: S <- a S + b (v - a S k) k^T, out = S q."""
+        value_heads, _, key_size = self.layers[layer].shapes[1]
+        ends = num_key_heads * key_size, 2 * num_key_heads * key_size
+
+        def step(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> Any:
+            window, state = carry
+            new, log_decay, beta = inputs
+            window = jnp.concatenate([window, new[None]])
+            mixed = jnp.split(jax.nn.silu((window * conv_weights).sum(axis=0)), ends)
+            heads = [_unit(x.reshape(num_key_heads, -1)) for x in mixed[:2]]
+            query, key = (jnp.repeat(x, value_heads // num_key_heads, axis=0) for x in heads)
+            state = state * jnp.exp(log_decay)[:, None, None]
+            error = mixed[2].reshape(value_heads, -1) - (state * key[:, None]).sum(axis=-1)
+            state = state + (beta[:, None] * error)[..., None] * key[:, None]
+            return (window[1:], state), (state * query[:, None]).sum(axis=-1) * key_size**-0.5
+
+        window, state = (jnp.zeros(shape) for shape in self.layers[layer].shapes)
+        return jax.lax.scan(step, (window, state), (qkv, log_decay, beta))[1]
+
+
+def _unit(x: Array) -> Array:
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
