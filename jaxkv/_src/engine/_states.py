@@ -40,8 +40,7 @@ def awake(calls: Calls) -> None:
     """Takes the cache's memory again; see `Engine.wake_up`."""
     device = calls.device
     calls.mend()
-    if device.was_waking:
-        return device.restore()
+    device.restore()
     calls.is_broken = True
     try:
         device.cache = wake_up(device.cache)

@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from jaxkv._src.internal.text import shown
 
 
-def _is_foreign_int(value: Any) -> bool:
+def _is_foreign_int(value: object) -> TypeGuard[numbers.Integral]:
     """Returns whether a value is an int of NumPy's, say; without an import of NumPy."""
     return isinstance(value, numbers.Integral) and not isinstance(value, int)
 
