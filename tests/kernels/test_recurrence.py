@@ -420,7 +420,8 @@ def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) ->
     weights: Any = jax.ShapeDtypeStruct((width, rule.columns), dtype(taps))
     biases: Any = jax.ShapeDtypeStruct((rule.columns,), dtype(bias))
     convolution = Convolution(windows, weights, data.draw(st.sampled_from([None, biases])))
-    tokens, requests = Tokens(given, given, given, states), Requests(given, given)
+    written: Any = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    tokens, requests = Tokens(given, given, given, states), Requests(given, written)
     is_fused = step.can_fuse(rule, tokens, requests, convolution)
     given_in = {taps} if convolution.bias is None else {taps, bias}
     row, heads = key * states.itemsize, (rule.key_heads, rule.key_heads, rule.value_heads)
@@ -444,13 +445,14 @@ def test_a_convolution_is_fused_if_its_inputs_lie_in_the_extents_of_the_states()
     states = StatePages(data, "float32", (1, 128, 128), 9, start=2**18)
     windows = StatePages(data, "float32", (2, rule.columns), 9)
     given: Any = jax.ShapeDtypeStruct((200,), jnp.int32)
+    written: Any = jax.ShapeDtypeStruct((200, 1), jnp.int32)
     weights: Any = jax.ShapeDtypeStruct((3, rule.columns), jnp.float32)
     first: Any = np.zeros(())
 
     def is_fused(states: StatePages, **others: Any) -> bool:
         conv = Convolution(windows._replace(**others), weights)
         return step.can_fuse(
-            rule, Tokens(given, given, given, states), Requests(given, given), conv
+            rule, Tokens(given, given, given, states), Requests(given, written), conv
         )
 
     assert is_fused(states) and is_fused(states._replace(first=first), first=first)
@@ -992,7 +994,8 @@ def test_the_kernel_of_a_step_takes_rows_of_whole_lines_of_memory(name, other, k
     inputs: Any = jax.ShapeDtypeStruct((9, rule.columns), dtype(other))
     data: Any = jax.ShapeDtypeStruct((9, value * key * dtype(name).itemsize), jnp.uint8)
     tokens = Tokens(inputs, inputs, inputs, StatePages(data, dtype(name), (1, value, key), 9))
-    reason = limits.why_not_step(rule, tokens) or ""
+    ids: Any = jax.ShapeDtypeStruct((9, 1), jnp.int32)
+    reason = limits.why_not_step(rule, tokens, Requests(ids, ids), 1) or ""
     rows = [size * dtype(of).itemsize for size in (key, value) for of in (name, other)]
     assert bool(reason) == any(row % 128 for row in rows)
     assert reason.startswith("keys are" if reason else "")

@@ -14,12 +14,14 @@ from jaxkv import (
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv.planning import ZeroPolicy
 from jaxkv.specs import LayerSpec
 from tests.layer_examples import plan_of
 
 KV = {"num_kv_heads": 1, "head_size": 4}
 ROW = {"head_size": 8, "dtype": "f32"}
 MAX_DRAFTS = 2
+ZERO_POLICIES: tuple[ZeroPolicy, ...] = "when_needed", "always", "never"
 
 
 def _full(draw: random.Random) -> LayerSpec:
@@ -112,7 +114,7 @@ def random_plan(draw: random.Random, kind: str, room: Sequence[float] = ROOM) ->
                 max_in_flight_tokens=draw.choice([2, 4, 8, 16, 64]),
                 max_encoder_tokens=6 if kind == "cross" else 0,
             ),
-            "zero_policy": draw.choice(["when_needed", "always", "never"]),
+            "zero_policy": draw.choice(ZERO_POLICIES),
             "context_parallel": 2 if kind in ("full", "mla") and draw.random() < 0.2 else 1,
         }
         length += options["context_parallel"] - 1  # one rank gets a token more
