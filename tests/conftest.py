@@ -27,6 +27,9 @@ if not shutil.which("nvidia-smi"):
     jax.config.update("jax_compilation_cache_dir", kept)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
+# On a GPU, several processes share its memory; jax reads this when it first uses the GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # Tracing makes many objects that live long, and collecting them was 5 % of the time.
 gc.set_threshold(200_000)
 

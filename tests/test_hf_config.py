@@ -395,12 +395,28 @@ def test_a_multimodal_model_is_read_by_its_text_config() -> None:
     assert model_len(gemma) == 131072
 
 
+QUANTIZED_CACHES = {
+    "compressed-tensors": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    "modelopt": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+    "modelopt, nested": {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+    "quark": {"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}},
+    "quark, 0.10": {"kv_cache_quant_config": {"*k_proj": {"output_tensors": {"dtype": "fp8"}}}},
+}
+
+
 @pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
-def test_quantised_checkpoints_name_their_cache_dtype(field: str) -> None:
-    config = llama() | {field: {"kv_cache_scheme": {"num_bits": 8}}}
-    with pytest.raises(ValueError, match=r"kv_cache_scheme.*kv_dtype"):
+@pytest.mark.parametrize("tool", QUANTIZED_CACHES)
+def test_quantised_checkpoints_name_their_cache_dtype(field: str, tool: str) -> None:
+    config = llama() | {field: QUANTIZED_CACHES[tool]}
+    with pytest.raises(ValueError, match=rf"{field}\..*kv_cache.*pass its dtype as kv_dtype"):
         layers_from_config(config)
     assert only(own_caches(config, kv_dtype="fp8"), FullAttentionSpec).dtype == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "none", "auto"])
+def test_a_quantization_may_leave_the_cache_out(value: object) -> None:
+    config = llama() | {"quantization_config": {"export": {"kv_cache_group": value}}}
+    assert layers_from_config(config) == layers_from_config(llama())
 
 
 ARITHMETIC = {

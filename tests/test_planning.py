@@ -28,7 +28,7 @@ from jaxkv._src.planning import (
     make_layout,
     plan_cache,
 )
-from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
+from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec, StateSpec
 from jaxkv._src.uploads import StepShape
 from tests.layer_examples import (
     LIMITS,
@@ -696,3 +696,36 @@ def test_bad_input_is_refused_by_the_name_of_the_argument(
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=rf"\b{message}"):
         call()
+
+
+DEGENERATE: Layers = {
+    "cross": cross(),
+    "encoder": EncoderOnlySpec(),
+    "full": full(),
+    "state": StateSpec(block_size=2, shapes=((2,),), dtypes=("f32",)),
+}
+
+
+@pytest.mark.parametrize("names", [(), *itertools.combinations(DEGENERATE, 1)], ids=str)
+@pytest.mark.parametrize("encoder_tokens", [0, 3])
+@pytest.mark.parametrize("request_len", [None, 5])
+@pytest.mark.parametrize("grouping", ["auto", "least_waste", "packed"])
+def test_layers_without_tokens_are_planned_or_refused(
+    grouping: Any, request_len: int | None, encoder_tokens: int, names: tuple[str, ...]
+) -> None:
+    """Also where a pipeline stage has none."""
+    layers = {name: DEGENERATE[name] for name in names}
+    for stages in ([layers], [layers, {}]):
+        try:
+            plan = plan_cache(
+                stages,
+                [2**20] * len(stages),
+                max_model_len=10,
+                request_len=request_len,
+                grouping=grouping,
+                limits=Limits(max_encoder_tokens=encoder_tokens),
+            )
+        except ValueError as error:
+            assert re.search(r"layers|max_encoder_tokens=0", str(error))
+        else:
+            assert plan.requests_that_fit(5) >= 1 and str(plan)

@@ -5,7 +5,7 @@ understand this model: `ConfigReader.check_all_read` refuses it.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv._src.hf_config._family import Family
@@ -24,7 +24,6 @@ from jaxkv._src.specs import canonical_dtype
 
 MAX_LAYERS = 1_000
 QUANTIZATION = "quantization_config", "compression_config"  # the latter in older files
-KV_QUANTIZATION = ("kv_cache_scheme", "kv_cache_quant_algo")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -256,12 +255,10 @@ class ConfigReader:
             quantization = self.value(field, {})
             if not isinstance(quantization, Mapping):
                 raise self.refusal(field, "it must be an object")
-            for name in KV_QUANTIZATION:
-                if quantization.get(name):
-                    raise ValueError(
-                        f"{field}.{name}={shown(quantization[name])} quantises the cache; "
-                        "pass its dtype as kv_dtype"
-                    )
+            for name, value in _cache_fields(field, quantization):
+                raise ValueError(
+                    f"{name}={shown(value)} quantises the cache; pass its dtype as kv_dtype"
+                )
         return self.dtype()
 
     def check_all_read(self) -> None:
@@ -274,3 +271,17 @@ class ConfigReader:
                 f"{listed} {'is' if len(found) == 1 else 'are'} not understood for "
                 f"model_type={self.model_type!r}; write its layer specs by hand"
             )
+
+
+def _cache_fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the fields within a quantization that say how the cache is quantised, by their paths.
+
+    compressed-tensors names a ``kv_cache_scheme`` at the top, modelopt a ``kv_cache_quant_algo``
+    in ``quantization``, and quark a ``kv_cache_group`` in ``export``.
+    """
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        path = f"{name}.{key}"
+        if "kv_cache" not in str(key).lower():
+            yield from _cache_fields(path, inner)
+        elif inner and str(inner).lower() not in ("none", "auto"):
+            yield path, inner

@@ -55,7 +55,7 @@ def admit(
       ValueError: no encoder tokens for cross attention; context parallelism for groups that do
         not keep all tokens; a pool whose slots pass int32.
     """
-    _check_kinds(plan.groups, plan.context_parallel, plan.limits)
+    check_kinds(plan.groups, plan.context_parallel, plan.limits)
     _check_slots(plan.groups, plan.num_blocks)
     longest = longest_fit(plan)
     if longest < (1 if fit_max_model_len else plan.max_model_len):
@@ -82,7 +82,8 @@ def longest_fit(plan: Plan) -> int:
     )
 
 
-def _check_kinds(groups: Sequence[Group], context_parallel: int, limits: Limits) -> None:
+def check_kinds(groups: Sequence[Group], context_parallel: int, limits: Limits) -> None:
+    """Raises ValueError for groups that these limits or context parallelism cannot serve."""
     if not limits.max_encoder_tokens and any(group.growth.kind == "cross" for group in groups):
         raise ValueError(
             "limits.max_encoder_tokens=0, but layers with cross attention keep the encoder's "

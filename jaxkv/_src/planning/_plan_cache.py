@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxkv._src.internal.checks import check_flag, check_positive, plain_ints
-from jaxkv._src.planning._admission import admit
+from jaxkv._src.planning._admission import admit, check_kinds
 from jaxkv._src.planning._choice import (
     choose_groups,
     compare,
@@ -94,7 +94,7 @@ def plan_cache(
     def plan_groups(groups: Sequence[Group]) -> Plan:
         """Makes the plan of a grouping without checking that ``max_model_len`` fits."""
         layouts = lay_out_workers(groups, workers)
-        return Plan(
+        plan = Plan(
             groups=tuple(groups),
             layouts=layouts,
             num_blocks=count_blocks(layouts, budgets, num_blocks_override, override_beyond_memory),
@@ -106,6 +106,8 @@ def plan_cache(
             zero_policy=zero_policy,
             request_len=request_len,
         )
+        check_kinds(plan.groups, plan.context_parallel, plan.limits)
+        return plan
 
     merged = merge_workers(workers)
     groupings = choose_groups(merged, grouping, request_len, plan_groups, overridden=overridden)
