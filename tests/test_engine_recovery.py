@@ -18,6 +18,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
+from jaxkv._src.engine import _states
 from jaxkv._src.sleeping import CacheTemplate
 from jaxkv._src.sleeping._host import ArrayPlace
 from jaxkv.sleeping import SleepError
@@ -455,6 +456,28 @@ def test_an_engine_sleeps_after_any_step_with_requests_in_host_memory_too(level:
     finally:
         del engine.step
     assert sleeps > 8
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_wake_up_that_is_interrupted_at_its_end_can_be_called_again(level, monkeypatch) -> None:
+    engine, wanted = small_engine(), right_answer()
+    engine.add("r", PROMPT, SAMPLING)
+    tokens = [token for _ in range(5) for output in engine.step() for token in output.tokens]
+    engine.sleep(level)
+    wake_up = _states.wake_up
+
+    def interrupted(cache: Any) -> None:
+        wake_up(cache)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_states, "wake_up", interrupted)
+        engine.wake_up()
+    engine.wake_up()
+    assert tokens + answers(engine) == wanted
+    with pytest.raises(SleepError, match="awake"):
+        engine.wake_up()
     assert_idle(engine)
 
 

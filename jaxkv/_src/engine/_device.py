@@ -87,7 +87,7 @@ class Device:
 
     def check_awake(self) -> None:
         """Raises SleepError if the cache sleeps."""
-        if isinstance(self.cache, SleepingCache) and not self.was_waking:
+        if self._is_asleep and not self.was_waking:
             raise SleepError(f"the engine sleeps, {self.cache!r}; call wake_up first")
 
     @property
@@ -98,7 +98,7 @@ class Device:
     @property
     def was_waking(self) -> bool:
         """Whether an interrupt has come between the end of `wake_up` and its caller."""
-        return isinstance(self.cache, SleepingCache) and not self.cache.levels
+        return self._is_asleep and not self.cache.levels
 
     def discard(self) -> None:
         """Gives up all arrays that steps return, because one of them has failed."""

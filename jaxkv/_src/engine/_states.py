@@ -40,7 +40,10 @@ def awake(calls: Calls) -> None:
     """Takes the cache's memory again; see `Engine.wake_up`."""
     device = calls.device
     calls.mend()
+    was_waking = device.was_waking
     device.restore()
+    if was_waking:  # the call that was interrupted has done it
+        return
     calls.is_broken = True
     try:
         device.cache = wake_up(device.cache)

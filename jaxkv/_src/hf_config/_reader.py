@@ -255,10 +255,9 @@ class ConfigReader:
             quantization = self.value(field, {})
             if not isinstance(quantization, Mapping):
                 raise self.refusal(field, "it must be an object")
-            for name, value in _cache_fields(field, quantization):
-                raise ValueError(
-                    f"{name}={shown(value)} quantises the cache; pass its dtype as kv_dtype"
-                )
+            if found := [*_cache_fields(field, quantization)]:
+                listed = ", ".join(f"{name}={shown(value)}" for name, value in found)
+                raise ValueError(f"{listed} quantises the cache; pass its dtype as kv_dtype")
         return self.dtype()
 
     def check_all_read(self) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
@@ -56,8 +57,9 @@ def make_ints_plain(data: Any) -> None:
 
 def check_not_masked(**values: Any) -> None:
     """Raises TypeError for the first value that is a masked array, whose mask would be lost."""
+    numpy = sys.modules.get("numpy")  # which has made what there is of these
     for name, value in values.items():
-        if type(value).__name__ == "MaskedArray":  # without an import of NumPy
+        if numpy is not None and isinstance(value, numpy.ma.MaskedArray):
             raise TypeError(
                 f"{name} is a masked array; pass {name}.compressed(), without masked values, or "
                 f"{name}.data"
