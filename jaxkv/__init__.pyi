@@ -15,7 +15,8 @@ from jaxkv._src.engine import Engine as Engine
 from jaxkv._src.engine import Sampling as Sampling
 from jaxkv._src.hf_config import layers_from_config as layers_from_config
 from jaxkv._src.hf_config import load_config as load_config
-from jaxkv._src.moving import HostBlocks as HostBlocks
+from jaxkv._src.offload import HostMemory as HostMemory
+from jaxkv._src.offload.host_blocks import HostBlocks as HostBlocks
 from jaxkv._src.planning import KVCacheCapacityError as KVCacheCapacityError
 from jaxkv._src.planning import Plan as Plan
 from jaxkv._src.planning import plan_cache as plan_cache
@@ -48,7 +49,6 @@ from jaxkv._src.specs import StateSpec as StateSpec
 from jaxkv._src.step import StepContext as StepContext
 from jaxkv._src.step import UploadRing as UploadRing
 from jaxkv._src.step import apply_step as apply_step
-from jaxkv._src.tier import HostMemory as HostMemory
 from jaxkv._src.uploads import StepShape as StepShape
 from jaxkv._src.uploads import TableEntry as TableEntry
 from jaxkv._src.uploads import pack_step as pack_step

@@ -4,15 +4,15 @@
 loop calls `BlockManager.step` once per step, and `BlockManager.finish` for requests that end.
 """
 
-from jaxkv._src.blocks import HandedBlocks, PrefixHit
-from jaxkv._src.tier import Chunk, Moves, TierStats
+from jaxkv._src.blocks import ExportedBlocks, PrefixHit
+from jaxkv._src.offload import Chunk, OffloadStats, Transfers
 from jaxkv._src.uploads import Upload
 
 __all__ = [
     "Chunk",
-    "HandedBlocks",
-    "Moves",
+    "ExportedBlocks",
+    "OffloadStats",
     "PrefixHit",
-    "TierStats",
+    "Transfers",
     "Upload",
 ]

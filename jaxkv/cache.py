@@ -8,8 +8,8 @@ blocks to use in the step's batch.
 from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
-    BAD_COLUMN,
-    BAD_PERIOD,
+    BAD_LAYER_INDEX,
+    BAD_LOGICAL_BLOCK,
     BAD_ROW,
     LOST_UPLOAD,
     NO_BLOCK,
@@ -23,8 +23,8 @@ from jaxkv._src.cache import (
 __all__ = [
     "BAD_BATCH",
     "BAD_BLOCK_ID",
-    "BAD_COLUMN",
-    "BAD_PERIOD",
+    "BAD_LAYER_INDEX",
+    "BAD_LOGICAL_BLOCK",
     "BAD_ROW",
     "LOST_UPLOAD",
     "NO_BLOCK",

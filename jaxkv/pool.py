@@ -8,12 +8,14 @@ Functions take the cache, a layer's name and the step's batch, and look up the l
 size and scales. They work inside ``jit`` and return a new cache; where the old one is donated, they
 work in place. Padding and places outside the pool are never written, and read as zeros.
 
-`jaxkv.HostBlocks` copies whole blocks to host memory and back; `MoveError` says that a copy failed.
+`jaxkv.HostBlocks` copies whole blocks to host memory and back, and raises `TransferError` if a copy
+fails.
 `block_pieces` says where blocks lie, for transfers between caches (`BlockManager.export_blocks`).
 """
 
+from jaxkv._src.cache import block_pieces
 from jaxkv._src.layout import BlockPieces
-from jaxkv._src.moving import MoveError, block_pieces
+from jaxkv._src.offload.host_blocks import TransferError
 from jaxkv._src.pool import (
     copy_blocks,
     describe_layer,
@@ -23,7 +25,7 @@ from jaxkv._src.pool import (
 
 __all__ = [
     "BlockPieces",
-    "MoveError",
+    "TransferError",
     "block_pieces",
     "copy_blocks",
     "describe_layer",

@@ -88,7 +88,7 @@ print(len(programs) > 0, "that compiled steps are kept")
 #   in that directory is: share it with people whom you trust.
 # - Your model is traced for each shape. A function that all layers call, under a `jax.jit` of its
 #   own, is traced once; so are layers in a `lax.scan`, or in a `jax.jit` of one layer that takes
-#   `period=` ([notebook 5](5_your_own_engine.ipynb)).
+#   `layer_index=` ([notebook 5](5_your_own_engine.ipynb)).
 # - Without `warm_up`, the first token came 17 s after the process began.
 #
 # ## What a step computes

@@ -183,7 +183,7 @@ for step in range(160):
     work = {name: min(left[name], 1 if left[name] < lengths[name] else 64) for name in lengths}
     upload = manager.step(shape, work)
     zeroed += upload.parts()["zero_ids"].size
-    read += sum(manager.held_blocks())
+    read += sum(manager.allocated_blocks())
     snapshots.append(plotting.snapshot_blocks(manager))
     for name in [name for name in lengths if left[name] == work[name]]:
         manager.finish(name)

@@ -24,7 +24,7 @@
 # | your block ids | `pack_step` with `TableEntry` |
 # | your attention kernel | `write_tokens`, `layer_view`, `batch.kernel_block_tables(layer)` |
 # | your recurrent rule, unlike `gated_delta` and `mamba2` | `read_state`, `write_state` |
-# | your model: `[B, T]` batches, `lax.scan` over layers | `tokens_per_request=`, `period=` |
+# | your model: `[B, T]` batches, `lax.scan` over layers | `tokens_per_request=`, `layer_index=` |
 #
 # The order of work in any engine:
 #
@@ -105,8 +105,8 @@ for name, ids in tokens.items():
     print(name, ids)
 
 # %% [markdown]
-# The loop waits for each token. One that does not passes `steps_ahead=` to the scheduler, and takes
-# tokens that the host has not seen (-1 in `token_ids`) from an array on the device, which is
+# The loop waits for each token. One that does not passes `lookahead_steps=` to the scheduler, and
+# takes tokens that the host has not seen (-1 in `token_ids`) from an array on the device, which is
 # `newest_tokens=` of `StepContext`.
 #
 # ## Your scheduler, the manager's books
@@ -397,13 +397,13 @@ print("equal")
 # ## A model that scans over its layers
 #
 # With `lax.scan` a layer has no name while it is traced. Name any layer of the group, and let
-# `period` choose: it indexes the layers of the group in the order of the model. The cache belongs
-# in the **carry**. As an input and output of the scan (`xs` and `ys`) it would be copied. A model
-# whose layers repeat (window, window, full) names one layer of each kind in the body:
-# `period_layers` must list the layers of a kind in the order of the periods.
+# `layer_index` choose: it indexes the layers of the group in the order of the model. The cache
+# belongs in the **carry**. As an input and output of the scan (`xs` and `ys`) it would be copied. A
+# model whose layers repeat (window, window, full) names one layer of each kind in the body:
+# `stacked_layers` must list the layers of a kind in the order of the periods.
 
 # %%
-print(cache.period_layers("layers.0"))
+print(cache.stacked_layers("layers.0"))
 
 
 @jax.jit
@@ -412,8 +412,10 @@ def scanned(cache, upload, weights, x):
 
     def layer(carry, inputs):
         cache, x = carry
-        period, weight = inputs
-        cache, out = jaxkv.attend(cache, "layers.0", batch, x, x @ weight, x, period=period)
+        layer_index, weight = inputs
+        cache, out = jaxkv.attend(
+            cache, "layers.0", batch, x, x @ weight, x, layer_index=layer_index
+        )
         return (cache, x + out), None
 
     (cache, x), _ = jax.lax.scan(layer, (cache, x), (jnp.arange(2), weights))
@@ -453,14 +455,14 @@ shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=24)
 def hybrid_step(cache, upload, x):
     cache, batch = jaxkv.apply_step(cache, upload)
 
-    def layers_of_a_period(carry, period):
+    def layers_of_a_period(carry, layer_index):
         cache, x = carry
         qkv = jnp.tile(x.reshape(24, -1), 3)  # your projections
         cache, out = jaxkv.linear_attention(
-            cache, "rnn.0", batch, qkv, jnp.full(2, -0.5), scale=0.01, period=period
+            cache, "rnn.0", batch, qkv, jnp.full(2, -0.5), scale=0.01, layer_index=layer_index
         )
         x = x + out
-        cache, out = jaxkv.attend(cache, "full.0", batch, x, x, x, period=period)
+        cache, out = jaxkv.attend(cache, "full.0", batch, x, x, x, layer_index=layer_index)
         return (cache, x + out), None
 
     return jax.lax.scan(layers_of_a_period, (cache, x), jnp.arange(2))[0]

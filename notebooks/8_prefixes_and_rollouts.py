@@ -250,7 +250,7 @@ for step in range(36):
     if step == 0:
         print("copies of the last block:", upload.parts()["copy_sources"].size)
     snapshots.append(plotting.snapshot_blocks(manager))
-print(manager, "for", sum(manager.held_blocks()), "blocks of the samples' tables")
+print(manager, "for", sum(manager.allocated_blocks()), "blocks of the samples' tables")
 plotting.plot_pool_over_time(manager.plan, snapshots)
 
 # %% [markdown]

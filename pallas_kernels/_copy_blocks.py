@@ -102,8 +102,8 @@ def _mask_pairs(ids: IdLists, list_index: int, num_blocks: int) -> tuple[Array, 
     order = jnp.arange(sources.size, dtype=jnp.int32)
     same = known[None] & (destinations[None] == destinations[:, None])
     overruled = (same & (order[None] > order[:, None])).any(axis=1)
-    moves = known & ~overruled & (sources != destinations)
-    return sources, jnp.where(moves, destinations, -1)
+    transfers = known & ~overruled & (sources != destinations)
+    return sources, jnp.where(transfers, destinations, -1)
 
 
 def _copy_mosaic(buffers: list[PagedBuffer], ids: IdLists, *, disjoint: bool) -> list[Array]:

@@ -63,7 +63,7 @@ def write_pages(
 def _move_part(
     row: jax.Ref, page: jax.Ref, offset: Array, tiling: Tiling | None, part: Array, parts: int
 ) -> None:
-    """Moves a part of a row, dtype[n], to its place in a page, dtype[page]."""
+    """Transfers a part of a row, dtype[n], to its place in a page, dtype[page]."""
     (n,) = row.shape
     if tiling is None:
 

@@ -58,7 +58,7 @@ def make_params(seed: int = 0) -> Params:
 def forward(params: Params, step: jaxkv.StepContext) -> jax.Array:
     x = params["embed"][step.token_ids]
     x = x + jnp.sin(step.positions[:, None].astype(jnp.float32) * params["turn"])
-    for layer in step.batch.layout.layer_index:
+    for layer in step.batch.layout.layer_numbers:
         x = x + mixed(params[layer], layer, x, step) @ params[layer]["o"]
     return x[step.last_tokens] @ params["head"]
 
@@ -132,7 +132,7 @@ def noise(seed: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.gumbel(key, (VOCAB,))
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     tokens: list[int]
     logprobs: np.ndarray
 
@@ -144,7 +144,7 @@ def redrawn(
     sampling: jaxkv.Sampling,
     output: Any,
     longest: int,
-) -> Drawn:
+) -> Sampled:
     """Returns the tokens that follow from an output's own, one by one, and their logprobs."""
     logits = whole(params, layers, [*prompt, *output.tokens])[len(prompt) - 1 : -1]
     seeds = np.full(longest, sampling.seed or 0, np.uint32)
@@ -155,7 +155,7 @@ def redrawn(
     ]
     top = logits.max(axis=-1, keepdims=True)
     logprobs = logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
-    return Drawn(tokens, np.take_along_axis(logprobs, np.array([output.tokens]).T, 1)[:, 0])
+    return Sampled(tokens, np.take_along_axis(logprobs, np.array([output.tokens]).T, 1)[:, 0])
 
 
 def kept(logits: np.ndarray, sampling: jaxkv.Sampling) -> np.ndarray:

@@ -178,10 +178,10 @@ class JaxkvStateMachine(CacheStateMachine):
     def _pack(self, requests: Sequence[Hashable], firsts: Sequence[int]) -> Upload:
         """Packs a step after ``firsts`` tokens, with the rows that the device does not have."""
         rows = self.manager.requests
-        unsent = [request for request in requests if request not in self._sent]
+        unsynced = [request for request in requests if request not in self._sent]
         return pack_step(
             self.shape,
-            entries=[TableEntry(rows[name], self.manager.block_ids(name)) for name in unsent],
+            entries=[TableEntry(rows[name], self.manager.block_ids(name)) for name in unsynced],
             rows=[rows[request] for request in requests],
             num_computed_tokens=firsts,
             num_new_tokens=[self._batch.get(request, 1) for request in requests],
@@ -236,7 +236,7 @@ class JaxkvStateMachine(CacheStateMachine):
 
     def _read_states(self, layer: str) -> np.ndarray:
         """Reads the states of all running requests from the pool's bytes, by column."""
-        place, view = self.cache.layout.place_of(layer), describe_bytes(self.cache, layer)
+        place, view = self.cache.layout.placement_of(layer), describe_bytes(self.cache, layer)
         buffer = np.asarray(self.cache.buffers[self.cache.layout.buffers.buffer_of(layer)])
         stride = view.strides_bytes[view.block_axis]
         width = self.plan.row_blocks[place.group]
@@ -281,7 +281,7 @@ def _step(
     """
     cache, batch = apply_step(cache, upload, implementation=implementation)
     for layer, (mask, data) in rows.items():
-        spec = cache.layout.place_of(layer).spec
+        spec = cache.layout.placement_of(layer).spec
         if _is_driven(spec):
             recur = functools.partial(_recur, layer=layer, batch=batch, data=data)
             cache = lax.cond(jnp.any(mask), recur, lambda cache: cache, cache)
@@ -302,7 +302,7 @@ def _read_tokens(cache: KVCache, upload: Upload) -> tuple[list[Array], dict[str,
     pages = {}
     for group, members in enumerate(cache.layout.buffers.layout.groups):
         for layer in members.layers:
-            spec = cache.layout.place_of(layer).spec
+            spec = cache.layout.placement_of(layer).spec
             if not isinstance(spec, StateSpec):
                 rows = lax.bitcast_convert_type(read_rows(cache, layer, batch), jnp.uint8)
                 shape = batch.tables[group].shape
@@ -319,7 +319,7 @@ def _is_driven(spec: LayerSpec) -> bool:
 
 def _recur(cache: KVCache, layer: str, batch: StepBatch, data: Array) -> KVCache:
     """Runs a recurrent layer that forgets all but the newest token, uint8[T, row_bytes]."""
-    heads, _, _ = cache.layout.place_of(layer).spec.shapes[0]
+    heads, _, _ = cache.layout.placement_of(layer).spec.shapes[0]
     values = lax.bitcast_convert_type(data.reshape(len(data), -1, 4), jnp.float32)
     queries, keys = jnp.zeros((len(data), heads)), jnp.ones((len(data), heads))
     qkv = jnp.concatenate([queries, keys, values], axis=1)

@@ -123,7 +123,7 @@ def packed(num_blocks: int = BLOCKS) -> Plan:
         "window": window(block_size=2, num_kv_heads=1, head_size=3, dtype="fp8"),
     }
     plan = planned(layers, num_blocks, grouping="packed")
-    assert plan.layout.place_of("b").offset_bytes == 24 and layers["b"].token_bytes == 16
+    assert plan.layout.placement_of("b").offset_bytes == 24 and layers["b"].token_bytes == 16
     return plan
 
 
@@ -309,7 +309,8 @@ def writes_for(plan: Plan, step: Step, seed: int = 0) -> dict[str, Arguments]:
     """Arguments of `write` for `layers_of` a plan."""
     rng = np.random.default_rng(seed)
     return {
-        layer: _arguments(rng, plan.layout.place_of(layer).spec, step) for layer in layers_of(plan)
+        layer: _arguments(rng, plan.layout.placement_of(layer).spec, step)
+        for layer in layers_of(plan)
     }
 
 
@@ -340,7 +341,7 @@ def write(cache: KVCache, layer: str, batch: StepBatch, **arguments: Any) -> KVC
 
 
 def read(cache: KVCache, layer: str, batch: StepBatch, **options: Any) -> tuple[jax.Array, ...]:
-    spec = cache.layout.place_of(layer).spec
+    spec = cache.layout.placement_of(layer).spec
     if isinstance(spec, StateSpec):
         return jaxkv.read_state(cache, layer, batch, **options)
     if isinstance(spec, MLASpec):
@@ -355,7 +356,7 @@ def reference_write(
     pool: ReferencePool, plan: Plan, layer: str, step: Step, arguments: Arguments
 ) -> None:
     """Writes rows one by one, each into the block that its position's column names."""
-    place = plan.layout.place_of(layer)
+    place = plan.layout.placement_of(layer)
     spec, table = place.spec, step.tables[place.group]
     if isinstance(spec, StateSpec):
         for request, column in _state_places(plan, layer, step, arguments.get("at")):
@@ -382,7 +383,7 @@ def reference_write(
 
 def _token_places(plan: Plan, layer: str, step: Step) -> Iterator[tuple[int, int, int, int]]:
     """Yields each token's request, place in the arrays, and column and offset in its table."""
-    place = plan.layout.place_of(layer)
+    place = plan.layout.placement_of(layer)
     size = place.spec.block_size
     if isinstance(place.spec, CrossAttentionSpec):
         for request, encoder in enumerate(step.encoder):
@@ -398,7 +399,7 @@ def _state_places(
     plan: Plan, layer: str, step: Step, at: np.ndarray | None
 ) -> Iterator[tuple[int, int]]:
     """Yields each request, and the column of its table that its state goes to."""
-    place = plan.layout.place_of(layer)
+    place = plan.layout.placement_of(layer)
     assert isinstance(place.spec, StateSpec)
     for request, (computed, new) in enumerate(zip(step.computed, step.new, strict=True)):
         if at is None:
@@ -419,7 +420,7 @@ def reference_read(
     pool: ReferencePool, plan: Plan, layer: str, step: Step
 ) -> tuple[np.ndarray, ...]:
     """Returns the rows that `read` must give, from the bytes of the blocks that the tables name."""
-    place = plan.layout.place_of(layer)
+    place = plan.layout.placement_of(layer)
     spec, table = place.spec, step.tables[place.group]
     if isinstance(spec, StateSpec):
         ids = [*table[: len(step.new), 0], *[0] * (REQUESTS - len(step.new))]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tests.servings.device import Device, Group
+from tests.simulation.device import Device, Group
 
 
 class Content(Device):

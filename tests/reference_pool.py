@@ -74,7 +74,7 @@ class ReferencePool:
 
     def _walk(self, layer: str) -> np.ndarray:
         """Visits all extents of the layer's buffer in physical order, and its rows in them."""
-        place = self.layout.place_of(layer)
+        place = self.layout.placement_of(layer)
         spec, page = place.spec, self.layout.tensors[place.tensor].page_bytes
         sizes = self.kernel_block_sizes
         tiles = spec.block_size // (spec.block_size if sizes is None else sizes[place.group])
@@ -104,7 +104,7 @@ class ReferencePool:
     def _tensor(self, tensor: int) -> np.ndarray:
         """uint8[num_blocks, page], or with an axis of heads before the bytes of a run."""
         page, blocks = self.layout.tensors[tensor].page_bytes, self.num_blocks
-        place = self.layout.place_of(self.layout.tensors[tensor].layers[0])
+        place = self.layout.placement_of(self.layout.tensors[tensor].layers[0])
         heads = row_format(place.spec).heads
         if self.order == "BHLNC":
             return self.memory.reshape(blocks, heads, -1, page // heads)[:, :, tensor]

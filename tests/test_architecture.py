@@ -29,12 +29,12 @@ ROWS: list[tuple[list[str], list[str]]] = [
     (["plotting"], ["testing"]),
     ([], ["engine"]),
     ([], ["step"]),
-    ([], ["attention", "recurrent", "moving", "sleeping"]),
+    ([], ["attention", "recurrent", "offload (jax)", "sleeping"]),
     ([], ["pool"]),
     ([], ["block_tables"]),
     (["scheduler", "interop"], ["cache"]),
     (["blocks", "layout"], []),
-    (["tier", "uploads"], []),
+    (["offload", "uploads"], []),
     (["planning", "hf_config", "prefixes"], []),
     (["specs"], ["internal (jax)"]),
     (["internal"], ["pallas_kernels"]),
@@ -51,7 +51,8 @@ OPTIONAL = {
     "msgpack": {"prefixes"},
 }
 MAX_IMPORT_MS = 100
-INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "kept", "mesh"}
+INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "mesh", "persistent_jit"}
+OFFLOAD_WITH_JAX = {"host_blocks", "_chunk_copies"}
 REQUIRED = {"jax", "jaxlib", "numpy", "ml_dtypes"}  # jax brings the last
 
 
@@ -70,6 +71,8 @@ def part_of(module: str) -> str:
         return "__main__" if rest == ["__main__"] else "public"
     if rest[1:2] == ["internal"] and set(rest[2:3]) & INTERNAL_WITH_JAX:
         return "internal (jax)"
+    if rest[1:2] == ["offload"] and set(rest[2:3]) & OFFLOAD_WITH_JAX:
+        return "offload (jax)"
     return (rest[1:] or [""])[0]
 
 
@@ -243,7 +246,7 @@ def test_what_does_without_jax_loads_none() -> None:
     assert not {"jax", "jaxlib", *OPTIONAL} & {name.partition(".")[0] for name in loaded}
 
 
-ROOMS = set(ROW_OF) - {"__main__", "public", "demo", "internal (jax)"}
+ROOMS = set(ROW_OF) - {"__main__", "public", "demo", "internal (jax)", "offload (jax)"}
 # Each room is imported in a fork of one process, which has jax and nothing of ours.
 IMPORT = """
 import os, sys, time

@@ -162,7 +162,7 @@ def test_the_kernel_and_xla_attend_alike(name: str, monkeypatch) -> None:
         assert np.isfinite(np.asarray(out, float)).all() and np.asarray(wanted, float).any()
         np.testing.assert_allclose(np.asarray(out, float), np.asarray(wanted, float), atol=bound)
     if setting.stacked is not False:  # a traced layer is lowered for CUDA, too
-        options = {"period": jnp.int32(1), "implementation": "mosaic_gpu"}
+        options = {"layer_index": jnp.int32(1), "implementation": "mosaic_gpu"}
         traced = call.trace(cache, "full.0", batch, queries, **options)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -46,9 +46,9 @@ def plan_for(ranks_of_heads: int, ranks_of_positions: int, dtype: str) -> jaxkv.
 def step(cache, upload, queries, keys, values):
     cache, batch = jaxkv.apply_step(cache, upload)
 
-    def attend(carry, period):
+    def attend(carry, layer_index):
         cache, queries = carry
-        cache, out = jaxkv.attend(cache, "a", batch, queries, keys, values, period=period)
+        cache, out = jaxkv.attend(cache, "a", batch, queries, keys, values, layer_index=layer_index)
         return (cache, queries + out / 4), out  # so that the second layer follows from the first
 
     (cache, _), outs = jax.lax.scan(attend, (cache, queries), jnp.arange(2))

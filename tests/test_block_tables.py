@@ -26,7 +26,7 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
-    BAD_COLUMN,
+    BAD_LOGICAL_BLOCK,
     BAD_ROW,
     NO_BLOCK,
     PAD_ROW,
@@ -99,7 +99,7 @@ ENTRIES = strategies.table_entries(
 ENTRIES |= strategies.table_entries(
     GROUPS, max_requests=ROWS, num_blocks=60, max_block_ids=40, malformed=True
 )
-IS_HELD = st.integers(0, 9).map(lambda drawn: drawn < 9)
+IS_HELD = st.integers(0, 9).map(lambda sampled: sampled < 9)
 # The first new token, the number of new tokens, the encoder's tokens.
 REQUEST = st.tuples(
     st.integers(0, 23), st.integers(1, TOKENS // BATCH), st.integers(0, ENCODER), IS_HELD
@@ -211,9 +211,9 @@ class TablesMachine(RuleBasedStateMachine):
         self.lists.flags = before
         self.seen.update(held)
 
-    def _span(self, row: int, start: int, new: int, _encoder: int, is_held: bool) -> range:
+    def _span(self, row: int, start: int, new: int, _encoder: int, is_allocated: bool) -> range:
         """Returns the new tokens of a request: of those whose blocks the row holds, or any."""
-        longest = self._held_tokens(row) if is_held else 0
+        longest = self._held_tokens(row) if is_allocated else 0
         longest = longest or PLAN.max_model_len
         start %= longest
         return range(start, min(start + new, longest))
@@ -314,15 +314,15 @@ def test_entries_append_and_replace_and_of_two_for_one_cell_the_later_counts() -
         ({"rows": -2}, BAD_ROW),
         ({"rows": ROWS}, BAD_ROW),
         ({"rows": 2**31 - 1}, BAD_ROW),
-        ({"columns": -1}, BAD_COLUMN),
-        ({"columns": 6}, BAD_COLUMN),
-        ({"columns": 2**31 - 1}, BAD_COLUMN),
+        ({"columns": -1}, BAD_LOGICAL_BLOCK),
+        ({"columns": 6}, BAD_LOGICAL_BLOCK),
+        ({"columns": 2**31 - 1}, BAD_LOGICAL_BLOCK),
         ({"block_ids": -1}, BAD_BLOCK_ID),
         ({"block_ids": 60}, BAD_BLOCK_ID),
         ({"block_ids": 2**31 - 1}, BAD_BLOCK_ID),
         ({"changed_rows": ROWS}, BAD_ROW),
-        ({"row_lengths": 7}, BAD_COLUMN),
-        ({"row_lengths": -1}, BAD_COLUMN),
+        ({"row_lengths": 7}, BAD_LOGICAL_BLOCK),
+        ({"row_lengths": -1}, BAD_LOGICAL_BLOCK),
         ({"rows": ROWS, "columns": 6}, BAD_ROW),  # a row that there is not has no columns
         ({"changed_rows": ROWS, "row_lengths": 7}, BAD_ROW),
     ],
@@ -364,12 +364,12 @@ def test_each_group_has_as_many_columns_as_its_own_rows() -> None:
         more = np.array(lengths)
         more[0] += one
         after = append_block_ids(cache, dataclasses.replace(full, row_lengths=more))
-        assert int(after.error_flags) == BAD_COLUMN
+        assert int(after.error_flags) == BAD_LOGICAL_BLOCK
         assert after.row_lengths[1].tolist() == np.where(one, 0, rooms).tolist()
         beyond = columns - 1
         beyond[group] += 1
         after = append_block_ids(cache, dataclasses.replace(full, columns=beyond))
-        assert int(after.error_flags) == BAD_COLUMN
+        assert int(after.error_flags) == BAD_LOGICAL_BLOCK
         assert int((np.asarray(after.block_tables) == 5).sum()) == GROUPS - 1
 
 
@@ -400,7 +400,7 @@ def test_different_problems_of_different_elements_are_all_gathered() -> None:
     cache = append_block_ids(
         small_cache(), packed(entry(1, [60]), TableEntry(2, [[5] * 7] * GROUPS), ids=99)
     )
-    assert int(cache.error_flags) == BAD_BLOCK_ID | BAD_COLUMN
+    assert int(cache.error_flags) == BAD_BLOCK_ID | BAD_LOGICAL_BLOCK
 
 
 @pytest.mark.parametrize("count", [0, 3, FEW_ENDS, FEW_ENDS + 1])

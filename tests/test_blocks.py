@@ -40,8 +40,8 @@ from jaxkv.testing import ReferenceTables, strategies
 from tests.helpers import hybrid_plan
 from tests.layer_examples import Layers
 from tests.reference_manager import Change, OutOfBlocks, ReferenceManager
-from tests.servings.oracle import Known, Oracle
-from tests.servings.traffic import Watched
+from tests.simulation.oracle import Known, Oracle
+from tests.simulation.traffic import Watched
 
 SEEDS = int(os.environ.get("JAXKV_SEEDS", "40"))  # 2,800 calls of a manager of each model
 KV = {"num_kv_heads": 1, "head_size": 4}
@@ -129,7 +129,7 @@ def test_few_kept_blocks_are_forgotten_at_once(num_blocks: int, spare: int) -> N
     """As many as are taken, and some to spare, so that not each call forgets a few."""
     pool = BlockPool(num_blocks)
     ids = pool.allocate(num_blocks - 1)
-    pool.has_kept, pool.frozen_before[ids] = True, 1
+    pool.has_cached, pool.read_only_until[ids] = True, 1
     pool.release(ids)
     pool.allocate(3)
     assert (pool.use.warm, pool.use.cold) == (num_blocks - 4 - spare, spare)
@@ -252,7 +252,7 @@ class Pair:
                 lambda: manager.start("new", [1], boundaries=self.rng.choice([[-1], [99], 7])),
                 lambda: manager.start("new", [1], max_cached_tokens=-1),
             ]
-        if name in running and not any(manager.held_blocks(name)):  # its next step takes one
+        if name in running and not any(manager.allocated_blocks(name)):  # its next step takes one
             calls += [lambda: manager.step(self.tight, {name: 1})] * 4
         return calls
 
@@ -425,7 +425,7 @@ class Pair:
             ):
                 assert {c: i for c, i in enumerate(ids) if i} == blocks, (name, group)
                 held[group] += len(blocks)
-        assert manager.held_blocks() == tuple(held)
+        assert manager.allocated_blocks() == tuple(held)
         assert manager.block_pool.allocate(0).size == 0
 
 
@@ -502,7 +502,7 @@ def test_admission_charges_exactly_what_a_request_of_full_attention_holds() -> N
     manager.start("r")
     assert running == {"r": 0}  # it follows
     manager.step(shape, {"r": 16})
-    assert manager.held_blocks() == plan.blocks_per_group(16) == (4,)
+    assert manager.allocated_blocks() == plan.blocks_per_group(16) == (4,)
     manager.start("s")
     with unchanged(manager), pytest.raises(OutOfBlocksError, match="1 blocks needed and 0 free"):
         manager.step(shape, {"s": 1})
@@ -589,7 +589,7 @@ def test_a_ring_without_a_buffer_of_the_right_size_changes_nothing() -> None:
         def buffer(self, shape: StepShape) -> np.ndarray:
             return np.zeros(shape.format.size - 1, np.int32)
 
-        def seal(self) -> np.ndarray:
+        def flush(self) -> np.ndarray:
             raise AssertionError("nothing was packed")
 
     manager, shape = running(small_plan({"a": FULL}, 12))
@@ -1349,9 +1349,9 @@ BAD_CALLS = [
     ("extra must be ints", lambda m, s: m.step(s, {"r": 1}, extra=[0.5])),
     ("ring must be an UploadRing", lambda m, s: m.step(s, {"r": 1}, ring=7)),
     ("must be a hashable name", lambda m, s: m.finish(["r"])),
-    ("must be a hashable name", lambda m, s: m.num_parked_tokens(["r"])),
+    ("must be a hashable name", lambda m, s: m.num_swapped_tokens(["r"])),
     ("read-only", lambda m, s: m.computed_by_row.fill(0)),
-    ("read-only", lambda m, s: m.unsent_tokens_by_row.fill(0)),
+    ("read-only", lambda m, s: m.unsynced_tokens_by_row.fill(0)),
     ("checkpoint_share=-0.01 must", lambda m, s: of_share(-0.01)),
     ("checkpoint_share=1.01 must", lambda m, s: of_share(1.01)),
     ("checkpoint_share=nan must", lambda m, s: of_share(float("nan"))),
@@ -1640,7 +1640,7 @@ def test_a_table_of_requests_shows_the_first_eight(count: int) -> None:
     manager.step(shape, {"r0": 8})
     shown = re.findall(r"<t[dh] [^>]*>([^<]*)<", manager._repr_html_())
     rows = [
-        [name, row, manager.num_computed_tokens(name), *manager.held_blocks(name)]
+        [name, row, manager.num_computed_tokens(name), *manager.allocated_blocks(name)]
         for name, row in [*manager.requests.items()][:8]
     ]
     header = ["request", "row", "computed tokens", "blocks of group 0", "blocks of group 1"]

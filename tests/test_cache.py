@@ -70,9 +70,9 @@ def test_each_worker_gets_the_pool_of_its_own_layers() -> None:
     for worker, layers in enumerate((["a"], ["b", "c"], [])):
         cache = make_cache(plan, max_requests=1, worker=worker)
         assert cache.num_bytes == plan.num_blocks * plan.bytes_per_block[worker]
-        assert list(cache.layout.layer_index) == layers
+        assert list(cache.layout.layer_numbers) == layers
         with pytest.raises(ValueError, match="has no cache here"):
-            cache.layout.place_of("d")
+            cache.layout.placement_of("d")
 
 
 def test_a_cache_that_is_made_again_compiles_nothing() -> None:
@@ -126,7 +126,7 @@ def test_partition_specs_are_those_of_the_arrays(order) -> None:
 
 def scales_of(cache) -> dict[str, list[float]]:
     assert cache.scales is not None and cache.scales.dtype == jnp.float32
-    return {layer: cache.scales[i].tolist() for layer, i in cache.layout.layer_index.items()}
+    return {layer: cache.scales[i].tolist() for layer, i in cache.layout.layer_numbers.items()}
 
 
 def test_scales_are_given_for_all_layers_or_by_layer() -> None:
@@ -239,13 +239,13 @@ def test_a_cache_of_tables_only_has_no_bytes_to_read(options) -> None:
 WORDS = {
     "BAD_ROW": "a row out of range",
     "BAD_BLOCK_ID": "a block id outside the pool",
-    "BAD_COLUMN": "more blocks for a row than it has columns",
+    "BAD_LOGICAL_BLOCK": "more blocks for a row than it has columns",
     "NO_BLOCK": "a request lacks a block",
     "TOO_LONG": "a request with more tokens than the step's shape allows",
     "BAD_BATCH": "new tokens that are negative, more than the step's shape allows, or not where",
     "LOST_UPLOAD": "an upload was lost: the numbers of two uploads in a row have a gap",
     "REPEATED_UPLOAD": "an upload was applied twice, or to another cache",
-    "BAD_PERIOD": "a period beyond the layers of its group",
+    "BAD_LAYER_INDEX": "a period beyond the layers of its group",
     "STALE_BATCH": "a batch of another step than the cache's: go on with the cache",
 }
 

@@ -141,7 +141,7 @@ def test_layers_that_share_a_page_are_lowered_once() -> None:
     wide = jaxkv.SlidingWindowSpec(sliding_window=20, **{**KV, "num_kv_heads": 8})
     model = Model(of(4, FULL), attend, {"_attend": 1})
     plan = plan_of(model._replace(layers={**model.layers, "wide": wide}), grouping="packed")
-    places = [plan.layout.place_of(layer) for layer in model.layers]
+    places = [plan.layout.placement_of(layer) for layer in model.layers]
     assert len({place.tensor for place in places}) == 1
     assert len({place.offset_bytes for place in places}) == len(model.layers)
     assert count_functions(lowered(model, plan), model) == model.functions
@@ -296,7 +296,7 @@ def test_a_batch_of_this_step_is_not_reported(in_scan: bool) -> None:
             return cache
 
         def body(cache, i):
-            return jaxkv.attend(cache, "full.0", batch, X, period=i)[0], None
+            return jaxkv.attend(cache, "full.0", batch, X, layer_index=i)[0], None
 
         return jax.lax.scan(body, cache, jnp.arange(3, dtype=jnp.int32))[0]
 

@@ -162,7 +162,7 @@ class Inputs(NamedTuple):
     latents: Any
 
     @classmethod
-    def drawn(cls, rng: np.random.Generator, dtype: str) -> "Inputs":
+    def sampled(cls, rng: np.random.Generator, dtype: str) -> "Inputs":
         heads = ((2 * HEADS, SIZE), (HEADS, SIZE), (HEADS, SIZE), (3, 4 * SIZE), (4 * SIZE,))
         arrays = [rng.integers(-8, 9, (LENGTH, *shape)) / 4 for shape in heads]
         return cls(*(array.astype(jnp.dtype(dtype)) for array in arrays))
@@ -250,7 +250,7 @@ def test_ranks_together_attend_to_the_whole_of_each_request(
     )
     rng, seen = np.random.default_rng(0), {}
     for work in STEPS:
-        inputs = Inputs.drawn(rng, queries)
+        inputs = Inputs.sampled(rng, queries)
         cache, out = attend_step(cache, manager.step(shape, work), inputs)
         for array, expected in zip(out, expected_of(work, inputs, seen), strict=True):
             got = np.asarray(array, np.float64)

@@ -19,7 +19,7 @@ import pytest
 import jaxkv
 from jaxkv._src.engine import _device
 from jaxkv._src.engine._device import Device
-from jaxkv._src.engine._draw import _keep, _scaled, draw, fields_of
+from jaxkv._src.engine._sampler import _keep, _scaled, draw, fields_of
 from jaxkv._src.engine._samples import RECORD, record_of
 from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.numbers import MAX_SAMPLES
@@ -64,9 +64,9 @@ def random_requests(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
         sampling = Sampling(max_tokens=int(rng.integers(1, NEW)), logprobs=True)
         if number % 3:
             limits = [{}, {"top_k": 5}, {"top_p": 0.7, "min_p": 0.02}][rng.integers(3)]
-            drawn: dict[str, Any] = {"temperature": float(rng.uniform(0.5, 1.5)), **limits}
-            drawn |= {"n": int(rng.integers(1, 4)), "seed": int(rng.integers(2**32))}
-            sampling = dataclasses.replace(sampling, **drawn)
+            sampled: dict[str, Any] = {"temperature": float(rng.uniform(0.5, 1.5)), **limits}
+            sampled |= {"n": int(rng.integers(1, 4)), "seed": int(rng.integers(2**32))}
+            sampling = dataclasses.replace(sampling, **sampled)
         requests.append((prompt, sampling))
     return requests
 
@@ -144,7 +144,7 @@ def test_steps_with_prompts_are_as_long_as_a_shape_and_others_hold_all_that_deco
     asked: list[tuple[int | None, bool]] = []
 
     def schedule(max_tokens: int | None) -> Any:
-        asked.append((max_tokens, len(engine._packer.drawn.samples) == len(samples.of)))
+        asked.append((max_tokens, len(engine._packer.sampled.samples) == len(samples.of)))
         return right(max_tokens=max_tokens)
 
     right, requests = scheduler.schedule, random_requests(3, 8)
@@ -153,7 +153,7 @@ def test_steps_with_prompts_are_as_long_as_a_shape_and_others_hold_all_that_deco
         run(engine, requests)
     assert engine.stats.prompt_tokens == before + sum(len(prompt) for prompt, _ in requests)
     assert {most for most, decodes in asked if decodes} == {None}
-    assert {most for most, decodes in asked if not decodes} <= set(engine._ladder.mixed)
+    assert {most for most, decodes in asked if not decodes} <= set(engine._buckets.mixed)
     assert {decodes for _, decodes in asked} == {False, True}
 
 
@@ -161,7 +161,7 @@ def test_an_engine_begins_with_no_figures_and_room_for_few_copies() -> None:
     plan = make_plan(("full",))
     engine = jaxkv.Engine(forward, make_params(), plan, max_requests=40, max_tokens=48)
     assert not any(dataclasses.astuple(engine.stats))
-    assert {shape.block_copies for shape in engine._ladder.shapes} == {32}
+    assert {shape.block_copies for shape in engine._buckets.shapes} == {32}
 
 
 def test_what_an_engine_is_given_reaches_its_parts() -> None:
@@ -173,8 +173,8 @@ def test_what_an_engine_is_given_reaches_its_parts() -> None:
         engine = made(params=params, seed=seed, **given)
         engine.update(params | {"scale": 4.0, "count": 5, "is_tied": False})
         options = engine._scheduler._options
-        assert (options.chunk_tokens, options.steps_ahead, options.forks) == (3, 4, 4)
-        assert [shape.shared_prefixes for shape in engine._ladder.shapes] == [2, 0]
+        assert (options.chunk_tokens, options.lookahead_steps, options.forks) == (3, 4, 4)
+        assert [shape.shared_prefixes for shape in engine._buckets.shapes] == [2, 0]
         assert repr(engine) == f"Engine({engine._scheduler!r}, 2 shapes)"
         engine.add("r", [1], Sampling(temperature=1.0))
         seeds.append(engine._samples.of["r"].seed)
@@ -196,7 +196,7 @@ def test_a_reproducible_engine_draws_the_same_bits_whatever_the_batch() -> None:
     plan, requests = make_plan(("full", "window"), 21), random_requests(0, 12)
     engine = jaxkv.Engine(forward, make_params(), plan, reproducible=True, **SIZES)
     engine.warm_up()
-    assert len(engine._ladder.shapes) == 1
+    assert len(engine._buckets.shapes) == 1
     with count_compilations() as compilations:
         together = {(o.request, o.sample): o for o in run(engine, requests)}
         assert engine.stats.preemptions and engine.stats.cached_tokens
@@ -239,13 +239,13 @@ def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
 def test_a_call_returns_what_each_of_its_steps_draws() -> None:
     """From uploads in the host's memory, which are on the device before they are put together."""
     engine = engine_of_three_steps()
-    device, shape = engine._device, engine._ladder.decode[2]
+    device, shape = engine._device, engine._buckets.decode[2]
     for count in (1, 2, 3):
         uploads = tuple([shape.idle(engine._packer.ring) for _ in range(count)])
         traced = device._step_of(uploads).trace(*device._arguments(uploads))
         state, out = traced.out_info
         assert out.shape == (count, 2 * shape.batch_size + 1)
-        assert state[1].shape == device._drawn.shape
+        assert state[1].shape == device._sampled.shape
         assert f"<host>[{count}," not in str(traced.jaxpr)
 
 
@@ -261,7 +261,7 @@ def test_a_sample_that_stops_within_a_call_writes_and_keeps_nothing_more(
     sampling = Sampling(stop_token_ids=[0, whole.tokens[at]], max_tokens=20)
     engine.sleep(level=2)
     engine.wake_up()
-    group, held, tokens = engine._device.cache.layout.place_of("full").group, set(), []
+    group, held, tokens = engine._device.cache.layout.placement_of("full").group, set(), []
     right = engine.manager.finish
 
     def finish(name: Any, more: Any) -> None:
@@ -338,14 +338,14 @@ def engine_on_two_devices() -> jaxkv.Engine:
 def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one(
     monkeypatch,
 ) -> None:
-    monkeypatch.setattr(_device, "place_for", None)  # of the lowered layers, for one device alone
+    monkeypatch.setattr(_device, "folder_for", None)  # of the lowered layers, for one device alone
     engine, requests = engine_on_two_devices(), random_requests(2, 6)
     engine.warm_up(*[sampling for _, sampling in requests])
     with count_compilations() as compilations:
         outputs = run(engine, requests)
     assert not compilations
     assert_right(outputs, requests, ("full",))
-    assert [shape.max_tokens for shape in engine._ladder.shapes] == [4, 16]
+    assert [shape.max_tokens for shape in engine._buckets.shapes] == [4, 16]
 
 
 # --- the sampler ----------------------------------------------------------------------
@@ -382,10 +382,10 @@ def test_limits_keep_what_sorting_keeps() -> None:
     ]
     np.testing.assert_array_equal(are_kept, right)
     tokens, _ = jax.jit(draw, static_argnums=2)(logits, of, Kind.LIMITED)
-    drawn = np.asarray(noise(np.arange(40, dtype=np.uint32), np.full(40, 1), np.full(40, 7)))
+    sampled = np.asarray(noise(np.arange(40, dtype=np.uint32), np.full(40, 1), np.full(40, 7)))
     wanted = [
         int((kept(row.astype(np.float64), sampling) + g).argmax())
-        for row, sampling, g in zip(logits, samplings, drawn, strict=True)
+        for row, sampling, g in zip(logits, samplings, sampled, strict=True)
     ]
     assert tokens.tolist() == wanted
 
@@ -438,11 +438,11 @@ def test_limits_keep_the_smallest_set_at_any_temperature(vocab: int) -> None:
     # Where no part is left in f32, float64 is finer.
     are_parts = (wide - wide.max(axis=1, keepdims=True)) / of["temperature"] > -80
     np.testing.assert_array_equal(are_kept & are_parts, right & are_parts)
-    for kind in (Kind.DRAWN, Kind.LIMITED):
+    for kind in (Kind.SAMPLED, Kind.LIMITED):
         tokens, logprobs = jax.jit(draw, static_argnums=2)(logits, of, kind)
         at = np.arange(count), np.asarray(tokens)
         assert (logits[at] > -np.inf).all() and are_parts[at].all()
-        assert kind == Kind.DRAWN or right[at].all()
+        assert kind == Kind.SAMPLED or right[at].all()
         parts = wide - wide.max(axis=1, keepdims=True)
         wanted = (parts - np.log(np.exp(parts).sum(axis=1, keepdims=True)))[at]
         small = logits.max(axis=1) < 1e6  # of others, f32 rounds the logarithm away
@@ -472,7 +472,7 @@ def test_drawn_tokens_have_the_model_s_distribution() -> None:
     logits = np.linspace(0, 3, 8, dtype=np.float32)[None]
     sampling = Sampling(temperature=0.5)
     of = fields([record_of(sampling, 3, 0, count)] * count, position=range(count))
-    tokens, _ = jax.jit(draw, static_argnums=2)(logits, of, Kind.DRAWN)
+    tokens, _ = jax.jit(draw, static_argnums=2)(logits, of, Kind.SAMPLED)
     parts = np.exp(logits[0] / 0.5)
     found = np.bincount(np.asarray(tokens), minlength=8) / count
     np.testing.assert_allclose(found, parts / parts.sum(), atol=0.03)
@@ -594,7 +594,7 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
     engine, requests = make_engine(), random_requests(0, 6)
     right, failures = engine._device.run, iter([False, True, False, True, True])
 
-    class Drawn:
+    class Sampled:
         def __init__(self, out: jax.Array):
             self.out = out
 
@@ -603,7 +603,7 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
                 raise KeyboardInterrupt
             return np.asarray(self.out)
 
-    monkeypatch.setattr(engine._device, "run", lambda uploads: Drawn(right(uploads)))
+    monkeypatch.setattr(engine._device, "run", lambda uploads: Sampled(right(uploads)))
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
     tokens: dict[Any, list[int]] = {}
@@ -772,7 +772,7 @@ def test_prompts_and_answers_are_as_long_as_the_plan_allows() -> None:
 def test_a_sampling_needs_no_more_of_the_sampler_than_its_limits(name: str) -> None:
     for value, is_limited in KINDS[name].items():
         kind = Sampling(**{"temperature": 1.0, name: value}).kind
-        assert kind == (Kind.LIMITED if is_limited else Kind.DRAWN)
+        assert kind == (Kind.LIMITED if is_limited else Kind.SAMPLED)
         assert Sampling(**{name: value, "temperature": 0}).kind == Kind.GREEDY
 
 

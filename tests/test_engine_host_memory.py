@@ -10,8 +10,8 @@ import pytest
 
 import jaxkv
 from jaxkv import HostMemory, Sampling
-from jaxkv._src.moving import _host_blocks
-from jaxkv.pool import MoveError
+from jaxkv._src.offload import host_blocks as _host_blocks
+from jaxkv.pool import TransferError
 from tests.engine_models import forward, make_params, make_plan
 from tests.test_engine import assert_right, random_requests
 
@@ -48,10 +48,10 @@ def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: in
     engine, requests = make_engine(decode_steps), requests_of(3, 9)
     for _ in range(2):  # the prompts come again
         assert_right(served(engine, requests), requests, LAYERS)
-    stats = engine.manager.tier_stats()
+    stats = engine.manager.offload_stats()
     assert stats is not None and stats.stored_blocks and stats.loaded_blocks, stats
     assert engine.manager.prefix_stats().host_tokens
-    assert engine.stats.preemptions and stats.resumed_requests
+    assert engine.stats.preemptions and stats.swapped_in_requests
     assert 0 < engine._device.host_blocks.num_bytes <= stats.num_bytes
     jax.block_until_ready(engine._device.host_blocks._chunks)
     assert engine.bytes_in_flight == 0
@@ -82,7 +82,7 @@ def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) 
         try:
             for out in engine.step():
                 tokens[out.request, out.sample] += len(out.tokens)
-        except MoveError:
+        except TransferError:
             failures += 1
     assert failures == 3 and next(donated)
     assert sum(tokens.values()) == sum(s.n * s.max_tokens for _, s in requests)

@@ -352,7 +352,7 @@ def test_a_manager_of_ten_thousand_requests_gives_everything_back() -> None:
     for _ in range(8):
         manager.step(shape, dict.fromkeys(names, 1))
     assert len({i for name in names for row in manager.block_ids(name) for i in row if i}) == sum(
-        manager.held_blocks()
+        manager.allocated_blocks()
     )
     for name in names:
         manager.finish(name)
@@ -372,7 +372,7 @@ class Device:
 
         def step(cache, upload, token):
             cache, batch = jaxkv.apply_step(cache, upload)
-            if isinstance(cache.layout.place_of(layer).spec, StateSpec):
+            if isinstance(cache.layout.placement_of(layer).spec, StateSpec):
                 (found,) = jaxkv.read_state(cache, layer, batch)
                 new = found + token * batch.query_lens[:, None].astype(jnp.float32)
                 return jaxkv.write_state(cache, layer, batch, [new]), found[:, 0]
@@ -500,12 +500,12 @@ def test_what_grew_and_is_not_in_the_step_takes_no_room_in_it() -> None:
     assert parts["entry_ids"].size == 2 and parts["row_lengths"].tolist() == [[1, 1]]
     assert manager.step(shape, {"a": 7}).parts()["entry_ids"].size == 2
     manager.fork("a", ["f"], num_tokens=8)
-    assert manager.unsent_tokens_by_row.tolist() == [0, 0, 8]
+    assert manager.unsynced_tokens_by_row.tolist() == [0, 0, 8]
     manager.step(small, {"b": 1})
     with pytest.raises(ValueError, match=r"block_ids=.*cached_tokens="):
         manager.step(small, {"f": 1})
     assert manager.step(shape, {"f": 1}).parts()["entry_ids"].size == 5
-    assert not manager.unsent_tokens_by_row.any()
+    assert not manager.unsynced_tokens_by_row.any()
 
 
 def test_a_reset_lets_the_device_go_on_after_an_upload_that_was_never_run() -> None:
@@ -536,11 +536,21 @@ def test_calls_that_overlap_are_refused() -> None:
             getattr(manager, self.call)()  # refused before its arguments are missed
             raise AssertionError(f"{self.call} was not refused")
 
-        def seal(self) -> None: ...
+        def flush(self) -> None: ...
 
-    calls = ["start", "fork", "finish", "park", "resume", "unpark", "trim", "rewind", "reset"]
+    calls = [
+        "start",
+        "fork",
+        "finish",
+        "swap_out",
+        "swap_in",
+        "discard_swapped",
+        "trim",
+        "rewind",
+        "reset",
+    ]
     calls += ["import_blocks", "new_epoch", "reset_prefixes", "step", "grow"]
-    for call in [*calls, "take_moves"]:
+    for call in [*calls, "take_transfers"]:
         said = f"^{call} was called during another call of the same"
         with pytest.raises(RuntimeError, match=said):
             manager.step(shape, {"r": 1}, ring=Ring(call))

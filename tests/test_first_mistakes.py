@@ -304,12 +304,12 @@ MISTAKES = {
         for name in (
             "num_computed_tokens",
             "block_ids",
-            "held_blocks",
+            "allocated_blocks",
             "finish",
-            "park",
-            "num_parked_tokens",
-            "unpark",
-            "resume",
+            "swap_out",
+            "num_swapped_tokens",
+            "discard_swapped",
+            "swap_in",
             "export_blocks",
             "is_loading",
         )
@@ -559,14 +559,14 @@ MISTAKES = {
             "describe_layer": lambda s: jaxkv.pool.describe_layer(PLAN, "full.0"),
             "zero_blocks": lambda s: jaxkv.pool.zero_blocks(PLAN, s.upload.data, s.upload.data),
             "block_pieces": lambda s: jaxkv.pool.block_pieces(PLAN, [[1]]),
-            "move": lambda s: jaxkv.HostBlocks().move(PLAN, None),
+            "transfer": lambda s: jaxkv.HostBlocks().transfer(PLAN, None),
             "append_block_ids": lambda s: jaxkv.append_block_ids(PLAN, None),
         }.items()
     },
-    "an upload for moves": (
-        lambda s: jaxkv.HostBlocks().move(s.cache, s.upload),
+    "an upload for transfers": (
+        lambda s: jaxkv.HostBlocks().transfer(s.cache, s.upload),
         TypeError,
-        "moves must be what take_moves returned, got Upload",
+        "transfers must be what take_transfers returned, got Upload",
     ),
     "the name of a device for a ring": (
         lambda s: jaxkv.UploadRing(device="gpu"),
@@ -577,12 +577,13 @@ MISTAKES = {
         lambda s: s.write(layer=0),
         TypeError,
         "layer must be the name of a layer, got 0; in a loop over layers pass the name of any "
-        "layer of the group and the traced index as period=",
+        "layer of the group and the traced index as layer_index=",
     ),
     "the traced number of a layer": (
         lambda s: s.scan(lambda cache, i: jaxkv.write_tokens(cache, i, s.batch, KEYS, KEYS)),
         TypeError,
-        "layer must be the name of a layer, got .*Tracer.*; in a loop over layers pass .* period=",
+        "layer must be the name of a layer, got .*Tracer.*; in a loop over layers pass "
+        ".* layer_index=",
     ),
     "a layer that is not there": (
         lambda s: s.write(layer="full"),
@@ -695,10 +696,12 @@ MISTAKES = {
         TypeError,
         "keys must be an array of numbers, got <U1",
     ),
-    "a word for a period": (
-        lambda s: build_page_lists(s.cache, "full.0", s.batch, q_block_tokens=4, period="first"),
+    "a word for a layer index": (
+        lambda s: build_page_lists(
+            s.cache, "full.0", s.batch, q_block_tokens=4, layer_index="first"
+        ),
         TypeError,
-        "period must be an array of int32, got str",
+        "layer_index must be an array of int32, got str",
     ),
     "a list of token ids, to a step": (
         lambda s: jax.eval_shape(

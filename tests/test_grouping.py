@@ -393,7 +393,7 @@ def test_deepseek_v4_packs_five_groups_of_mixed_pages() -> None:
     assert plan.bytes_per_block == (1_002_240,)
     assert len(plan.layout.tensors) == 1
     assert plan.groups_to_zero == (True,) * 5
-    assert not any(plan.layout.place_of(name).offset_bytes % 576 for name in layers)
+    assert not any(plan.layout.placement_of(name).offset_bytes % 576 for name in layers)
     # Windows and compressors drop nearly all of their blocks once a request decodes.
     assert plan.admission_blocks(65536) == 3610 and plan.steady_blocks(65536) == 282
     with pytest.raises(ValueError, match='grouping="packed"'):
@@ -413,7 +413,7 @@ def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, d
     assert layout.bytes_per_block == sum(tensor.page_bytes for tensor in layout.tensors)
     used: Counter[tuple[int, int, int]] = Counter()
     for name in here:
-        place = layout.place_of(name)
+        place = layout.placement_of(name)
         assert name in groups[place.group].layers and name in layout.tensors[place.tensor].layers
         assert place.spec == placed(groups)[name]
         end = place.offset_bytes + place.spec.page_bytes
@@ -422,7 +422,7 @@ def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, d
     assert set(used.values()) <= {1}
     for index, group in enumerate(layout.groups):
         assert set(group.layers) == set(groups[index].layers) & set(here)
-        tensors = {layout.place_of(n).tensor for n in group.layers}
+        tensors = {layout.placement_of(n).tensor for n in group.layers}
         assert layout.tensors_of(index) == tensors == set(range(len(tensors)))  # the first ones
         assert layout.group_bytes(index) == sum(layout.tensors[i].page_bytes for i in tensors)
 
@@ -430,10 +430,10 @@ def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, d
 def test_a_layer_is_asked_for_by_its_name() -> None:
     layout = make_layout(make_groups({"a": full()}))
     with pytest.raises(ValueError, match=r"layer='b' has no cache here; use one of \['a'\]"):
-        layout.place_of("b")
+        layout.placement_of("b")
     for index in (0, None):
-        with pytest.raises(TypeError, match=r"layer must be the name .* got .*period="):
-            layout.place_of(index)  # pyrefly: ignore[bad-argument-type]
+        with pytest.raises(TypeError, match=r"layer must be the name .* got .*layer_index="):
+            layout.placement_of(index)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_packed_layers_are_zeroed_where_a_byte_has_two_meanings(specs: list[Laye
     layout = make_layout(make_groups(by_name(specs), grouping="packed"))
     meanings: dict[object, dict[int, object]] = {}  # byte -> group -> meaning
     for name in by_name(specs):
-        place = layout.place_of(name)
+        place = layout.placement_of(name)
         for i in range(place.spec.page_bytes):
             of_groups = meanings.setdefault((place.tensor, place.offset_bytes + i), {})
             of_groups[place.group] = place.spec.interpretation, i

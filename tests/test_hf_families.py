@@ -52,8 +52,8 @@ def expanded(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if set(value) == {"items", "runs"}:
-        period = [item for times, item in value["runs"] for _ in range(times)]
-        return [period[i % len(period)] for i in range(value["items"])]
+        layer_index = [item for times, item in value["runs"] for _ in range(times)]
+        return [layer_index[i % len(layer_index)] for i in range(value["items"])]
     return {name: expanded(inner) for name, inner in value.items()}
 
 
@@ -309,8 +309,8 @@ def recorded(keeps: list[list[Any]]) -> collections.Counter[tuple[Any, ...]]:
     "number", range(len(GOLDEN["drawn"])), ids=lambda i: GOLDEN["drawn"][i]["config"]["model_type"]
 )
 def test_small_files_are_read_as_transformers_fills_its_cache(number: int) -> None:
-    drawn = GOLDEN["drawn"][number]  # fields left out at random are those of the class
-    assert kept(drawn["config"]) == recorded(drawn["keeps"])
+    sampled = GOLDEN["drawn"][number]  # fields left out at random are those of the class
+    assert kept(sampled["config"]) == recorded(sampled["keeps"])
 
 
 @pytest.mark.parametrize("model_type", DEFAULTS)

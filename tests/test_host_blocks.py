@@ -16,16 +16,16 @@ from jax.sharding import Mesh
 import jaxkv
 from jaxkv import HostBlocks, KVCache, Plan, make_cache
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.moving import _host_blocks
-from jaxkv._src.moving._chunks import put, take
-from jaxkv._src.tier import _room
-from jaxkv.blocks import Chunk, Moves, Upload
-from jaxkv.pool import MoveError
+from jaxkv._src.offload import _host_pool
+from jaxkv._src.offload import host_blocks as _host_blocks
+from jaxkv._src.offload._chunk_copies import put, take
+from jaxkv.blocks import Chunk, Transfers, Upload
+from jaxkv.pool import TransferError
 from tests.helpers import needs_devices
 from tests.layer_examples import plan_of
-from tests.servings.device import Device
-from tests.servings.of_tier import TierServing
-from tests.test_host_tier import FULL, STATE, WINDOW
+from tests.simulation.device import Device
+from tests.simulation.of_offload import TierServing
+from tests.test_offload import FULL, STATE, WINDOW
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 # Of pages of 18 bytes, which are no words.
@@ -61,10 +61,10 @@ class RealDevice(Device):
         self.written: dict[int, dict[int, int]] = {}
         self.checked = Counter[str]()
 
-    def move(self, moves: Moves) -> None:
+    def transfer(self, transfers: Transfers) -> None:
         self.write()
-        super().move(moves)
-        self.cache = self.memory.move(self.cache, moves)
+        super().transfer(transfers)
+        self.cache = self.memory.transfer(self.cache, transfers)
         self.check()
         assert set(self.memory._chunks) == set(self.host)
         for number, (group, contents) in self.host.items():
@@ -177,8 +177,10 @@ def chunk(number: int, *block_ids: int, group: int = 0) -> Chunk:
     return Chunk(number, group, np.array(block_ids, np.int32))
 
 
-def moves(number: int, stores=(), loads=(), dropped=(), *, is_anew=False, ahead=()) -> Moves:
-    return Moves(number, tuple(stores), tuple(loads), tuple(dropped), is_anew, tuple(ahead))
+def transfers(
+    number: int, stores=(), loads=(), dropped=(), *, is_anew=False, lookahead=()
+) -> Transfers:
+    return Transfers(number, tuple(stores), tuple(loads), tuple(dropped), is_anew, tuple(lookahead))
 
 
 ORDERS = [
@@ -191,7 +193,7 @@ ORDERS = [
 
 
 def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(monkeypatch) -> None:
-    monkeypatch.setattr(_room, "CHUNK_SIZES", (2, 1))  # fewer programs to compile
+    monkeypatch.setattr(_host_pool, "CHUNK_SIZES", (2, 1))  # fewer programs to compile
     plan = jaxkv.plan_cache([{"a": FULL}, {"v": WINDOW}], [2**16] * 2, max_model_len=16)
     cache, memory = make_cache(plan, max_requests=2, worker=1), HostBlocks()
     sizes = [*map(cache.layout.buffers.layout.group_bytes, range(len(plan.groups)))]
@@ -216,14 +218,14 @@ def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(mon
 def test_a_block_comes_back_in_every_order_of_a_pool(name: str, options: dict, group: int) -> None:
     cache, memory = filled(name, **options), HostBlocks()
     before, axis = bytes_in(cache), cache.layout.buffers.block_axis
-    cache = memory.move(cache, moves(1, [chunk(1, 3, 5, 1, 2, group=group)]))
+    cache = memory.transfer(cache, transfers(1, [chunk(1, 3, 5, 1, 2, group=group)]))
     assert memory.num_bytes == 4 * cache.layout.buffers.layout.group_bytes(group)
     # A block may be stored and loaded into at once, and a chunk be used in part.
-    cache = memory.move(
+    cache = memory.transfer(
         cache,
-        moves(2, [chunk(2, 7, group=group)], [chunk(1, 7, -1, 9, -1, group=group)], [1]),
+        transfers(2, [chunk(2, 7, group=group)], [chunk(1, 7, -1, 9, -1, group=group)], [1]),
     )
-    cache = memory.move(cache, moves(3, [], [chunk(2, 8, group=group)]))
+    cache = memory.transfer(cache, transfers(3, [], [chunk(2, 8, group=group)]))
     assert memory.num_bytes == cache.layout.buffers.layout.group_bytes(group)
     after = bytes_in(cache)
     wanted = [buffer.copy() for buffer in before]
@@ -268,9 +270,9 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
             len(blocks) * cache.layout.buffers.layout.group_bytes(0),
             [chunk(number, *blocks)],
         )
-        for given in (moves(2 * number - 1, here), moves(2 * number, [], here, [number])):
+        for given in (transfers(2 * number - 1, here), transfers(2 * number, [], here, [number])):
             with mock.patch.object(memory, "_forget_ended"):  # as if they took longer
-                cache = memory.move(cache, given)
+                cache = memory.transfer(cache, given)
                 assert memory.bytes_in_flight == moved
             jax.block_until_ready((cache, memory._chunks))
             assert memory.bytes_in_flight == 0
@@ -301,11 +303,11 @@ def test_a_mesh_keeps_the_share_of_each_device() -> None:
     )
     cache = dataclasses.replace(cache, buffers=buffers)
     before = bytes_in(cache)
-    cache = memory.move(cache, moves(1, [chunk(1, 1, 2, 3, 4)]))
+    cache = memory.transfer(cache, transfers(1, [chunk(1, 1, 2, 3, 4)]))
     (array,) = memory._chunks[1]
     assert array.sharding.memory_kind == "pinned_host" and len(array.sharding.device_set) == 2
     assert array.addressable_shards[0].data.nbytes == array.nbytes // 2
-    cache = memory.move(cache, moves(2, [], [chunk(1, 5, 6, 7, 8)]))
+    cache = memory.transfer(cache, transfers(2, [], [chunk(1, 5, 6, 7, 8)]))
     assert cache.buffers[0].sharding.is_equivalent_to(buffers[0].sharding, buffers[0].ndim)
     axis = cache.layout.buffers.block_axis
     for buffer, old in zip(bytes_in(cache), before, strict=True):
@@ -317,18 +319,18 @@ def test_a_mesh_keeps_the_share_of_each_device() -> None:
 def test_copies_that_start_ahead_are_put_by_the_next_moves() -> None:
     cache, memory = filled("two sizes"), HostBlocks()  # of one group, in a buffer each
     before, size = bytes_in(cache), cache.layout.buffers.layout.group_bytes(0)
-    cache = memory.move(cache, moves(1, [chunk(1, 1, 2, 3, 4), chunk(2, 5)]))
-    cache = memory.move(cache, moves(2, ahead=[1, 2]))
+    cache = memory.transfer(cache, transfers(1, [chunk(1, 1, 2, 3, 4), chunk(2, 5)]))
+    cache = memory.transfer(cache, transfers(2, lookahead=[1, 2]))
     jax.block_until_ready((cache, memory._chunks))
     assert memory.bytes_in_flight == 5 * size
     gone = chunk(1, -1, -1, -1, -1)  # its blocks are others' by now
     with mock.patch.object(memory, "_to_device", wraps=memory._to_device) as copies:
-        cache = memory.move(cache, moves(3, [], [gone, chunk(2, 6)], [1], ahead=[2]))
+        cache = memory.transfer(cache, transfers(3, [], [gone, chunk(2, 6)], [1], lookahead=[2]))
         assert copies.mock_calls == [mock.call(mock.ANY, 2)]
     for buffer, old in zip(bytes_in(cache), before, strict=True):
         old[:, 6] = old[:, 5]
         np.testing.assert_array_equal(buffer, old)
-    cache = memory.move(cache, moves(1, is_anew=True))
+    cache = memory.transfer(cache, transfers(1, is_anew=True))
     jax.block_until_ready(cache)
     assert memory.bytes_in_flight == 0
 
@@ -337,20 +339,22 @@ def test_many_chunks_come_back_at_once_and_few_of_them_lie_beside_the_pool(monke
     monkeypatch.setattr(_host_blocks, "AT_ONCE", 2)
     cache, memory = filled("full"), HostBlocks()
     before, count = bytes_in(cache), 6
-    assert count > max(_host_blocks.AT_ONCE, _host_blocks.LOADS_AHEAD)
-    cache = memory.move(cache, moves(1, [chunk(i, i) for i in range(1, 1 + count)]))
+    assert count > max(_host_blocks.AT_ONCE, _host_blocks.LOOKAHEAD_LOADS)
+    cache = memory.transfer(cache, transfers(1, [chunk(i, i) for i in range(1, 1 + count)]))
     jax.block_until_ready((cache, memory._chunks))
     assert not memory.bytes_in_flight
     assert repr(memory) == f"HostBlocks({count} chunks, {memory.num_bytes:,} bytes)"
-    real, ahead = memory._to_device, list[int]()
+    real, lookahead = memory._to_device, list[int]()
 
     def to_device(*given):
-        ahead.append(len(memory._ahead))
+        lookahead.append(len(memory._lookahead))
         return real(*given)
 
     monkeypatch.setattr(memory, "_to_device", to_device)
-    cache = memory.move(cache, moves(2, [], [chunk(i, i + count) for i in range(1, 1 + count)]))
-    assert ahead == [0, 1, 2, 3, 3, 3]
+    cache = memory.transfer(
+        cache, transfers(2, [], [chunk(i, i + count) for i in range(1, 1 + count)])
+    )
+    assert lookahead == [0, 1, 2, 3, 3, 3]
     for buffer, old in zip(bytes_in(cache), before, strict=True):
         old[:, 1 + count : 1 + 2 * count] = old[:, 1 : 1 + count]
         np.testing.assert_array_equal(buffer, old)
@@ -364,7 +368,7 @@ def test_a_failed_copy_leaves_the_state_before_and_can_be_repeated(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, memory = filled("full"), HostBlocks()
-    cache = memory.move(cache, moves(1, [chunk(1, 1, 2, 3, 4), chunk(2, 5)]))
+    cache = memory.transfer(cache, transfers(1, [chunk(1, 1, 2, 3, 4), chunk(2, 5)]))
     before, size = bytes_in(cache), memory.num_bytes
     real, calls = jax.device_put, iter(range(100))
 
@@ -374,9 +378,9 @@ def test_a_failed_copy_leaves_the_state_before_and_can_be_repeated(
         return real(values, place)
 
     monkeypatch.setattr(_host_blocks.jax, "device_put", device_put)
-    both = moves(2, [chunk(3, 6), chunk(4, 7)], [chunk(1, 6, 7, 8, 9), chunk(2, 10)], [1])
-    with pytest.raises(MoveError) as caught:
-        memory.move(cache, both)
+    both = transfers(2, [chunk(3, 6), chunk(4, 7)], [chunk(1, 6, 7, 8, 9), chunk(2, 10)], [1])
+    with pytest.raises(TransferError) as caught:
+        memory.transfer(cache, both)
     cache = caught.value.cache
     untouched = [i for i in range(cache.layout.num_blocks) if not 6 <= i <= 10]
     for buffer, old in zip(bytes_in(cache), before, strict=True):
@@ -386,8 +390,8 @@ def test_a_failed_copy_leaves_the_state_before_and_can_be_repeated(
     if failing < 2:
         assert memory.num_bytes == size
     monkeypatch.undo()
-    cache = memory.move(cache, both)
-    cache = memory.move(cache, moves(3, [], [chunk(3, 11), chunk(4, 12)]))
+    cache = memory.transfer(cache, both)
+    cache = memory.transfer(cache, transfers(3, [], [chunk(3, 11), chunk(4, 12)]))
     for buffer, old in zip(bytes_in(cache), before, strict=True):
         np.testing.assert_array_equal(buffer[:, 6:10], old[:, 1:5])
         np.testing.assert_array_equal(buffer[:, 10:13], old[:, 5:8])
@@ -407,13 +411,13 @@ def fail_at_the_second_put(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_copied_ahead_is_copied_again_after_a_failure(monkeypatch) -> None:
     cache, memory = filled("full"), HostBlocks()
     before = bytes_in(cache)
-    cache = memory.move(cache, moves(1, [chunk(1, 1), chunk(2, 2)]))
-    cache = memory.move(cache, moves(2, ahead=[1, 2]))
+    cache = memory.transfer(cache, transfers(1, [chunk(1, 1), chunk(2, 2)]))
+    cache = memory.transfer(cache, transfers(2, lookahead=[1, 2]))
     fail_at_the_second_put(monkeypatch)
-    loads = moves(3, [], [chunk(1, 6), chunk(2, 7)])
-    with pytest.raises(MoveError) as caught:
-        memory.move(cache, loads)
-    cache = memory.move(caught.value.cache, loads)
+    loads = transfers(3, [], [chunk(1, 6), chunk(2, 7)])
+    with pytest.raises(TransferError) as caught:
+        memory.transfer(cache, loads)
+    cache = memory.transfer(caught.value.cache, loads)
     for buffer, old in zip(bytes_in(cache), before, strict=True):
         np.testing.assert_array_equal(buffer[:, 6:8], old[:, 1:3])
 
@@ -421,11 +425,13 @@ def test_what_was_copied_ahead_is_copied_again_after_a_failure(monkeypatch) -> N
 def test_moves_after_a_reset_go_on_where_a_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, memory = filled("full"), HostBlocks()
     before = bytes_in(cache)
-    swap = moves(5, [chunk(8, 6), chunk(9, 7)], [chunk(8, 7), chunk(9, 6)], [8, 9], is_anew=True)
+    swap = transfers(
+        5, [chunk(8, 6), chunk(9, 7)], [chunk(8, 7), chunk(9, 6)], [8, 9], is_anew=True
+    )
     fail_at_the_second_put(monkeypatch)  # when what is to be stored from one block is gone
-    with pytest.raises(MoveError) as caught:
-        memory.move(cache, swap)
-    cache = memory.move(caught.value.cache, swap)
+    with pytest.raises(TransferError) as caught:
+        memory.transfer(cache, swap)
+    cache = memory.transfer(caught.value.cache, swap)
     for buffer, old in zip(bytes_in(cache), before, strict=True):
         np.testing.assert_array_equal(buffer[:, [6, 7]], old[:, [7, 6]])
 
@@ -435,7 +441,7 @@ def test_a_cache_of_several_processes_is_refused() -> None:
     status = mock.Mock(**{"sharding.is_fully_addressable": False})
     others = dataclasses.replace(cache, status=status)
     with pytest.raises(ValueError, match="other processes"):
-        HostBlocks().move(others, moves(1))
+        HostBlocks().transfer(others, transfers(1))
     with pytest.raises(ValueError, match="other processes"):
         HostBlocks().warm_up(others)
 
@@ -446,11 +452,11 @@ def test_moves_in_another_order_are_refused() -> None:
         memory.warm_up(cache, -1)
     for _ in range(2):
         with pytest.raises(ValueError, match="number 2"):
-            memory.move(cache, moves(2))
-    cache = memory.move(cache, moves(1, [chunk(1, 1)]))
+            memory.transfer(cache, transfers(2))
+    cache = memory.transfer(cache, transfers(1, [chunk(1, 1)]))
     with pytest.raises(ValueError, match="once and in order"):
-        memory.move(cache, moves(1))
-    cache = memory.move(cache, moves(7, is_anew=True))
+        memory.transfer(cache, transfers(1))
+    cache = memory.transfer(cache, transfers(7, is_anew=True))
     assert not memory.num_bytes
-    cache = memory.move(cache, moves(8))
-    assert memory.move(cache, None) is cache
+    cache = memory.transfer(cache, transfers(8))
+    assert memory.transfer(cache, None) is cache

@@ -90,7 +90,7 @@ def test_a_plan_has_the_groups_blocks_and_bytes_that_vllm_planned(case: Data) ->
         assert [name for group in layout.groups for name in group.layers] == here
         assert layout.bytes_per_block == pool - PADDING.get(case["name"], 0)
         specs = layer_specs(config, **OPTIONS)
-        assert all(layout.place_of(name).spec == specs[name] for name in here)
+        assert all(layout.placement_of(name).spec == specs[name] for name in here)
     assert str(plan).count("\n") == 7
 
 
@@ -177,9 +177,11 @@ def test_the_physical_order_is_that_of_vllm() -> None:
 
 def test_layers_that_share_a_cache_read_it_where_it_is() -> None:
     plan = plan_of(CASES["two pipeline stages"], shared={"layers.7.attn": "layers.5.attn"})
-    assert plan.layouts[1].place_of("layers.7.attn") == plan.layouts[1].place_of("layers.5.attn")
+    assert plan.layouts[1].placement_of("layers.7.attn") == plan.layouts[1].placement_of(
+        "layers.5.attn"
+    )
     with pytest.raises(ValueError, match=r"layer='layers\.7\.attn' has no cache here"):
-        plan.layouts[0].place_of("layers.7.attn")
+        plan.layouts[0].placement_of("layers.7.attn")
     owners = {"layers.7.attn": "layers.5.attn", "layers.8.attn": "layers.0.attn"}
     layouts = plan_of(CASES["two pipeline stages"], shared=owners).layouts
     assert [dict(layout.shared) for layout in layouts] == [

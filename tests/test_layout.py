@@ -362,14 +362,15 @@ def test_whole_blocks_are_extents_of_bytes_in_every_order(case, data) -> None:
     for block, addresses in zip(seen, wanted.reshape(case.num_blocks, -1), strict=True):
         assert sorted(block) == sorted(addresses)
     if case.order.has_whole_pages:
-        ahead = data.draw(st.integers(0, 3)) * case.tiles * case.item  # of other layers
-        whole = case.spec.data_bytes + case.padding + ahead
+        lookahead = data.draw(st.integers(0, 3)) * case.tiles * case.item  # of other layers
+        whole = case.spec.data_bytes + case.padding + lookahead
         places = [
-            case.place(layer)._replace(page_bytes=whole, page_offset_bytes=n) for n in (0, ahead)
+            case.place(layer)._replace(page_bytes=whole, page_offset_bytes=n)
+            for n in (0, lookahead)
         ]
         first, behind = (case.order.byte_view(case.spec, place) for place in places)
         assert behind.strides_bytes == first.strides_bytes
-        assert behind.offset_bytes == first.offset_bytes + ahead // case.tiles
+        assert behind.offset_bytes == first.offset_bytes + lookahead // case.tiles
 
 
 @given(cases(), st.data())
@@ -588,7 +589,7 @@ def test_layers_of_a_group_fill_their_own_bytes_of_the_buffers(name, order, stac
         taken = [np.zeros(math.prod(shape), int) for shape in buffers.shapes]
         for layer, spec in zip(group.layers, group.specs, strict=True):
             buffer, view = buffers.buffer_of(layer), buffers.byte_view(layer)
-            assert layout.place_of(layer).tensor in buffers.stacks[buffer]
+            assert layout.placement_of(layer).tensor in buffers.stacks[buffer]
             assert view.shape[view.block_axis] == 5
             assert math.prod(view.shape) == 5 * spec.data_bytes
             seen = np.lib.stride_tricks.as_strided(
@@ -693,16 +694,16 @@ def test_groups_cut_shared_bytes_in_different_ways_only_if_the_plan_zeroes_them(
 
 def test_a_period_chooses_among_the_layers_of_one_spec_in_a_group() -> None:
     two_groups = buffers_of(POOLS["two groups"])
-    assert two_groups.period_layers("f0") == two_groups.period_layers("f1") == ("f0", "f1")
-    assert two_groups.period_layers("s1") == ("s0", "s1")
+    assert two_groups.stacked_layers("f0") == two_groups.stacked_layers("f1") == ("f0", "f1")
+    assert two_groups.stacked_layers("s1") == ("s0", "s1")
     mixed = buffers_of(POOLS["mixed"])
-    assert mixed.period_layers("c") == ("a", "c") and mixed.period_layers("b") == ("b",)
+    assert mixed.stacked_layers("c") == ("a", "c") and mixed.stacked_layers("b") == ("b",)
     shared = make_layout(make_groups(MIXED), shared={"d": "c"})
-    assert buffers_of(shared).period_layers("d") == ("a", "c")
+    assert buffers_of(shared).stacked_layers("d") == ("a", "c")
     unlike = {"a": full(**FOUR), "b": full(dtype="f16", **FOUR)}  # in pages of one size
-    assert buffers_of(layout_of(unlike)).period_layers("b") == ("b",)
+    assert buffers_of(layout_of(unlike)).stacked_layers("b") == ("b",)
     alone = {"a": full(**FOUR), "s": state(block_size=4)}
-    assert buffers_of(layout_of(alone), stacked=False).period_layers("a") == ("a",)
+    assert buffers_of(layout_of(alone), stacked=False).stacked_layers("a") == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -718,7 +719,7 @@ def test_a_period_chooses_among_the_layers_of_one_spec_in_a_group() -> None:
 )
 def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> None:
     with pytest.raises(ValueError, match=message):
-        buffers_of(layout, stacked=stacked).period_layers("f0")
+        buffers_of(layout, stacked=stacked).stacked_layers("f0")
 
 
 @pytest.mark.parametrize(

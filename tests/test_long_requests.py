@@ -56,7 +56,7 @@ def test_a_request_of_a_million_tokens_holds_what_the_plan_says() -> None:
         for group, (begin, end) in enumerate(itertools.pairwise([0, *parts["entry_ends"]])):
             device[group][parts["entry_columns"][begin:end]] = parts["entry_ids"][begin:end]
         assert set(parts["entry_rows"].tolist()) == {row}
-    held = manager.held_blocks("long")
+    held = manager.allocated_blocks("long")
     assert all(n <= most for n, most in zip(held, plan.blocks_per_group(length), strict=True))
     for group, ids in enumerate(manager.block_ids("long")):
         known = np.array(ids)

@@ -20,7 +20,7 @@ from jaxkv._src.attention import (
     page_list_sizes,
     physical_to_logical,
 )
-from jaxkv._src.cache import BAD_PERIOD
+from jaxkv._src.cache import BAD_LAYER_INDEX
 from jaxkv._src.layout import PageListSizes, page_list_bytes
 from jaxkv.testing import assert_same_bytes
 
@@ -182,7 +182,7 @@ def test_served_batches_attend_through_their_lists(kernel_block_size, stacked, l
         cache, results = step(cache, upload, layers, *tokens)
         for layer, (view, out, made, starts) in results.items():
             late_starts[layer] += np.count_nonzero(starts)
-            group = PLAN.layouts[0].place_of(layer).group
+            group = PLAN.layouts[0].placement_of(layer).group
             ids = {name: manager.block_ids(name)[group] for name in spans}
             served = Served(spans, ids, first_page, kernel_block_size)
             check_lists(served, layer, *made)
@@ -206,12 +206,12 @@ def step(cache, upload, layers, queries, keys, values):
     return cache, results
 
 
-def lists_of(cache, layer, batch, period=None):
-    options = {"q_block_tokens": GROUP_TOKENS, "period": period}
+def lists_of(cache, layer, batch, layer_index=None):
+    options = {"q_block_tokens": GROUP_TOKENS, "layer_index": layer_index}
     return (
         build_page_lists(cache, layer, batch, **options),
         build_page_csr(cache, layer, batch, **options),
-        physical_to_logical(cache, layer, batch, period=period),
+        physical_to_logical(cache, layer, batch, layer_index=layer_index),
     )
 
 
@@ -313,19 +313,19 @@ def test_a_period_names_a_layer_of_the_group() -> None:
     cache, batch = running()
 
     @jax.jit
-    def build(cache, batch, period):
+    def build(cache, batch, layer_index):
         named = [lists_of(cache, layer, batch) for layer in ("full.0", "full.1")]
-        return lists_of(cache, "full.0", batch, period), named
+        return lists_of(cache, "full.0", batch, layer_index), named
 
-    for period in range(2):
-        found, named = build(cache, batch, np.int32(period))
-        assert_same_bytes(found, named[period])
-    for period in (-1, 2):
-        found, _ = build(cache, batch, np.int32(period))
+    for layer_index in range(2):
+        found, named = build(cache, batch, np.int32(layer_index))
+        assert_same_bytes(found, named[layer_index])
+    for layer_index in (-1, 2):
+        found, _ = build(cache, batch, np.int32(layer_index))
         lists, csr, dense = jax.tree.map(np.asarray, found)
         assert not lists.pages.any() and not csr.pages.any() and (dense.logical_pages == -1).all()
         for made in found:
-            assert int(made.error_flags) == BAD_PERIOD
+            assert int(made.error_flags) == BAD_LAYER_INDEX
             with pytest.raises(PageListError, match="a period beyond the layers"):
                 jaxkv.check_errors(made)
 
@@ -364,7 +364,7 @@ def test_a_page_of_two_requests_is_a_pair_of_each_and_once_in_a_block_mask() -> 
         return lists, block_mask_indices(lists)
 
     lists, mask = build(*apply_step(cache, manager.step(SHAPE, {"a": 1, "b": 1})))
-    group = PLAN.layouts[0].place_of("full.0").group
+    group = PLAN.layouts[0].placement_of("full.0").group
     (first, last), (same, copy) = (manager.block_ids(name)[group] for name in "ab")
     assert first == same and last != copy
     jaxkv.check_errors(lists)
@@ -446,7 +446,7 @@ def test_a_cache_sharded_by_head_has_the_same_lists(axis_type) -> None:
     with jax.set_mesh(mesh):
         for _ in range(2):
             cache, made, mask = step(cache, manager.step(SHAPE, {"a": 5, "b": 7}))
-    group = PLAN.layouts[0].place_of("window.1").group
+    group = PLAN.layouts[0].placement_of("window.1").group
     ids = {name: manager.block_ids(name)[group] for name in "ab"}
     served = Served({"a": range(5, 10), "b": range(7, 14)}, ids, BLOCKS * BLOCK // 4, 4)
     check_lists(served, "window.1", *made)

@@ -319,9 +319,9 @@ def test_a_layer_that_shares_a_cache_reads_it_where_it_is() -> None:
     layers = {"a": FULL, "b": SharedKVSpec("a"), "encoder": EncoderOnlySpec()}
     plan = plan_cache(layers, 2**20, max_model_len=8)
     assert plan.bytes_per_block == (FULL.page_bytes,)
-    assert plan.layout.place_of("b") == plan.layout.place_of("a")
+    assert plan.layout.placement_of("b") == plan.layout.placement_of("a")
     with pytest.raises(ValueError, match="layer='encoder'"):
-        plan.layout.place_of("encoder")
+        plan.layout.placement_of("encoder")
     workers = [{"a": FULL}, layers, {"a": FULL}]
     some = plan_cache(workers, [2**20] * 3, max_model_len=8).layouts
     assert [layout.shared for layout in some] == [(), (("b", "a"),), ()]
@@ -374,7 +374,7 @@ def test_context_parallel_ranks_share_the_blocks_of_a_request(length: int, ranks
     manager = BlockManager(plan, max_requests=1)
     manager.start("r")
     manager.grow({"r": length})
-    assert manager.held_blocks() == (plan.admission_blocks(length),)
+    assert manager.allocated_blocks() == (plan.admission_blocks(length),)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -628,7 +628,7 @@ def test_plans_and_refusals_cross_process_boundaries() -> None:
     assert str(again) == str(caught.value) and again.longest_len == 4
     assert again.plan == caught.value.plan
     layout = again.plan.layout
-    assert layout.place_of("a") == caught.value.plan.layout.place_of("a")
+    assert layout.placement_of("a") == caught.value.plan.layout.placement_of("a")
     assert hash(layout) == hash(caught.value.plan.layout)
     assert pickle.loads(pickle.dumps(OutOfBlocksError(3, 1))).needed_blocks == 3
 

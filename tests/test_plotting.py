@@ -108,7 +108,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 }
 
 
-def is_drawn(text: Text, figure: Figure) -> bool:
+def is_sampled(text: Text, figure: Figure) -> bool:
     """Ticks beyond the limits of their axis exist and are not drawn."""
     for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):
@@ -124,7 +124,7 @@ def test_texts_lie_within_the_figure_and_overlap_nowhere(name: str) -> None:
     figure = FIGURES[name]()
     figure.draw_without_rendering()
     shown = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible()]
-    texts = [text for text in shown if is_drawn(text, figure)]
+    texts = [text for text in shown if is_sampled(text, figure)]
     assert all(ax.get_title(loc="left") for ax in figure.axes)
     # A little smaller, because letters seldom fill their box.
     boxes = np.array([Text.get_window_extent(text).padded(-1.5).extents for text in texts])
@@ -183,7 +183,7 @@ def test_every_layer_is_drawn_on_its_own_bytes(name: str) -> None:
     figure = plotting.plot_layout(layout)
     (ax,) = figure.axes
     size = {"MiB": 2**20, "KiB": 2**10, "bytes": 1}[ax.get_xlabel().split()[0]]
-    drawn = {
+    sampled = {
         (round(bar.get_x() * size), round(bar.get_width() * size), colour_of(bar))
         for bar in ax.patches
         if not bar.get_hatch()
@@ -191,11 +191,11 @@ def test_every_layer_is_drawn_on_its_own_bytes(name: str) -> None:
     starts = np.cumsum([0, *(tensor.page_bytes for tensor in layout.tensors)])
     wanted = set()
     for group, layer in ((g, layer) for g in layout.groups for layer in g.layers):
-        place = layout.place_of(layer)
+        place = layout.placement_of(layer)
         if place.tensor < 12:
             at = int(starts[place.tensor]) + place.offset_bytes
             wanted.add((at, place.spec.data_bytes, group_colour(layout.groups.index(group))))
-    assert drawn == wanted
+    assert sampled == wanted
     assert title_of(figure).startswith(f"A block is {layout.bytes_per_block:,} bytes in ")
     assert ("first 12 drawn" in title_of(figure)) == (len(layout.tensors) > 12)
     shared = {text.get_text() for text in ax.get_yticklabels() if "share" in text.get_text()}
@@ -252,12 +252,12 @@ def test_orders_are_those_of_numpy_and_count_extents() -> None:
 def test_the_pool_shows_who_holds_each_block_at_each_step() -> None:
     *_, snapshots, _ = served()
     figure = plotting.plot_pool_over_time(SMALL, snapshots)
-    drawn = {}
+    sampled = {}
     for bar in figure.axes[0].patches:
         (x0, y0), (x1, y1) = (bar.get_bbox().get_points() + 0.5).round().astype(int).tolist()
         cells = itertools.product(range(x0, x1), range(y0, y1))
-        drawn |= dict.fromkeys(cells, colour_of(bar))
-    assert drawn == {
+        sampled |= dict.fromkeys(cells, colour_of(bar))
+    assert sampled == {
         (step, block): group_colour(holder.group)
         for step, snapshot in enumerate(snapshots)
         for block, holder in snapshot.items()

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jaxkv
-from jaxkv._src.cache import BAD_PERIOD, STALE_BATCH, CacheError
+from jaxkv._src.cache import BAD_LAYER_INDEX, STALE_BATCH, CacheError
 from jaxkv._src.pool import copy_blocks, zero_blocks
 from jaxkv._src.pool._layer import _status_after
 from jaxkv._src.specs import MLASpec, SharedKVSpec, StateSpec
@@ -38,7 +38,7 @@ def test_a_layer_writes_only_blocks_of_its_own_group() -> None:
     manager = jaxkv.BlockManager(plan, max_requests=2)
     for request in counts:
         manager.start(request)
-    specs = {x: plan.layout.place_of(x).spec for group in plan.groups for x in group.layers}
+    specs = {x: plan.layout.placement_of(x).spec for group in plan.groups for x in group.layers}
 
     @jax.jit
     def written_blocks(cache, upload):
@@ -56,7 +56,7 @@ def test_a_layer_writes_only_blocks_of_its_own_group() -> None:
     cache, written = written_blocks(cache, manager.step(shape, counts))
     jaxkv.check_errors(cache)
     for layer, blocks in written.items():
-        group = plan.layout.place_of(layer).group
+        group = plan.layout.placement_of(layer).group
         held = [set(manager.block_ids(request)[group]) for request in counts]
         got = set(np.flatnonzero(blocks).tolist())
         assert got == held[0] | held[1] and not held[0] & held[1], layer
@@ -87,10 +87,10 @@ def scanned(cache, batch, writes):
     """Writes and reads every layer of the groups, by the name of one, in a scan."""
 
     def body(cache, inputs):
-        period, arguments = inputs
+        layer_index, arguments = inputs
         for layer in sorted(arguments):
-            cache = cases.write(cache, layer, batch, **arguments[layer], period=period)
-        return cache, {x: cases.read(cache, x, batch, period=period) for x in arguments}
+            cache = cases.write(cache, layer, batch, **arguments[layer], layer_index=layer_index)
+        return cache, {x: cases.read(cache, x, batch, layer_index=layer_index) for x in arguments}
 
     count = jax.tree.leaves(writes)[0].shape[0]
     return lax.scan(body, cache, (jnp.arange(count, dtype=jnp.int32), writes))
@@ -103,16 +103,18 @@ def test_a_scan_over_periods_writes_and_reads_every_layer(case: Case) -> None:
     count, writes = writes_of_periods(case, step)
     after, reads = jax.jit(scanned)(cache, batch, writes)
     jaxkv.check_errors(after)
-    for period in range(count):
-        names = {layer: cache.period_layers(layer)[period] for layer in sorted(writes)}
+    for layer_index in range(count):
+        names = {layer: cache.stacked_layers(layer)[layer_index] for layer in sorted(writes)}
         for layer, name in names.items():
-            arguments = jax.tree.map(lambda array, at=period: array[at], writes[layer])
+            arguments = jax.tree.map(lambda array, at=layer_index: array[at], writes[layer])
             cases.reference_write(expected, case.plan, name, step, arguments)
         for layer, name in names.items():
             wanted = cases.reference_read(expected, case.plan, name, step)
             for got, want in zip(reads[layer], wanted, strict=True):
                 floats = [np.asarray(array).astype(np.float32) for array in (got, want)]
-                np.testing.assert_allclose(floats[0][period], floats[1], rtol=0, atol=2.0**-126)
+                np.testing.assert_allclose(
+                    floats[0][layer_index], floats[1], rtol=0, atol=2.0**-126
+                )
     np.testing.assert_array_equal(cases.memory_of(after), expected.memory)
 
 
@@ -120,22 +122,22 @@ def test_a_scan_over_periods_writes_and_reads_every_layer(case: Case) -> None:
 def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case) -> None:
     cache, step, batch = poisoned(case)
     count, writes = writes_of_periods(case, step)
-    tokens = [x for x in writes if case.plan.layout.place_of(x).spec.kind != "state"]
+    tokens = [x for x in writes if case.plan.layout.placement_of(x).spec.kind != "state"]
 
     @jax.jit
-    def run(cache, batch, period):
+    def run(cache, batch, layer_index):
         for layer, arguments in jax.tree.map(lambda array: array[0], writes).items():
-            cache = cases.write(cache, layer, batch, **arguments, period=period)
-        reads = [cases.read(cache, layer, batch, period=period) for layer in writes]
-        slots = [batch.slot_mapping(layer, period=period) + 1 for layer in tokens]
-        tables = [batch.kernel_block_tables(layer, period=period) for layer in writes]
+            cache = cases.write(cache, layer, batch, **arguments, layer_index=layer_index)
+        reads = [cases.read(cache, layer, batch, layer_index=layer_index) for layer in writes]
+        slots = [batch.slot_mapping(layer, layer_index=layer_index) + 1 for layer in tokens]
+        tables = [batch.kernel_block_tables(layer, layer_index=layer_index) for layer in writes]
         return cache, reads, slots, tables
 
-    for period in (-1, count, 2**31 - 1, -(2**31)):
-        after, *seen = run(cache, batch, jnp.int32(period))
+    for layer_index in (-1, count, 2**31 - 1, -(2**31)):
+        after, *seen = run(cache, batch, jnp.int32(layer_index))
         assert_same_bytes(after.buffers, cache.buffers)
         assert not any(np.asarray(array).any() for array in jax.tree.leaves(seen))
-        assert int(after.error_flags) == BAD_PERIOD
+        assert int(after.error_flags) == BAD_LAYER_INDEX
         with pytest.raises(CacheError, match="a period beyond the layers of its group"):
             jaxkv.check_errors(after)
     after, *seen = run(cache, batch, jnp.int32(count - 1))
@@ -283,10 +285,10 @@ LATENTS, MASK = np.ones((TOKENS, 3), np.float32), np.ones(8, bool)
 STATES = [np.ones((REQUESTS, 3, 8), np.float32), np.ones((REQUESTS, 2, 3), np.float32)]
 W, R = jaxkv.write_tokens, jaxkv.read_tokens
 CALLS = [
-    lambda c, b, **period: W(c, "full.0", b, KEYS, VALUES, **period),
-    lambda c, b, **period: jaxkv.write_rows(c, "full.0", b, ROWS, **period),
-    lambda c, b, **period: R(c, "full.0", b, **period),
-    lambda c, b, **period: jaxkv.read_rows(c, "full.0", b, **period),
+    lambda c, b, **layer_index: W(c, "full.0", b, KEYS, VALUES, **layer_index),
+    lambda c, b, **layer_index: jaxkv.write_rows(c, "full.0", b, ROWS, **layer_index),
+    lambda c, b, **layer_index: R(c, "full.0", b, **layer_index),
+    lambda c, b, **layer_index: jaxkv.read_rows(c, "full.0", b, **layer_index),
 ]
 
 
@@ -357,22 +359,22 @@ def test_a_function_of_a_layer_keeps_the_errors_of_its_cache_and_of_its_batch() 
         (0, 1, 2, 3), (0, 1, 2, 3), (0, 1), (-1, 0)
     ):
         status = as_ids([old, 7]), as_ids([of_batch, 7 - late])
-        wanted = old | of_batch | late * STALE_BATCH | -first * BAD_PERIOD
+        wanted = old | of_batch | late * STALE_BATCH | -first * BAD_LAYER_INDEX
         assert _status_after(*status, np.int32(first)).tolist() == [wanted, 7]
 
 
 @pytest.mark.parametrize(
-    ("period", "error", "message"),
+    ("layer_index", "error", "message"),
     [
-        (-1, ValueError, r"period=-1 is not in 0\.\.1: layer='full.0' has 2 layers"),
-        (2, ValueError, "period=2 is not in"),
-        (2**31 - 1, ValueError, "period=2147483647 is not in"),
-        (1.0, TypeError, "period must be an array of int32, got float"),
-        (np.int64(2**32), TypeError, "period must be an array of int32, got int64"),
+        (-1, ValueError, r"layer_index=-1 is not in 0\.\.1: layer='full.0' has 2 layers"),
+        (2, ValueError, "layer_index=2 is not in"),
+        (2**31 - 1, ValueError, "layer_index=2147483647 is not in"),
+        (1.0, TypeError, "layer_index must be an array of int32, got float"),
+        (np.int64(2**32), TypeError, "layer_index must be an array of int32, got int64"),
         (as_ids([0, 1]), ValueError, r"period has shape \(2,\); pass the index of one layer"),
     ],
 )
-def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None:
+def test_a_period_that_names_no_layer_is_refused(layer_index, error, message) -> None:
     cache = cases.empty(Case(windows))
     batch = cases.fixed_step(windows()).batch(cache, windows())
 
@@ -383,7 +385,7 @@ def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None
             *(functools.partial(method, "full.0") for method in methods),
         ):
             with pytest.raises(error, match=message):
-                call(period=period)
+                call(layer_index=layer_index)
 
     jax.eval_shape(use, cache, batch)
 

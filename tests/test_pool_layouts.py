@@ -182,7 +182,7 @@ def test_the_cuda_lowering_has_one_aliased_kernel_for_each_write(case: Case) -> 
     run = functools.partial(change, disjoint=True, implementation="mosaic_gpu")
     traced = jax.jit(run, donate_argnums=0).trace(cache, batch, blocks, writes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    different = {case.plan.layout.place_of(layer).spec: writes[layer] for layer in writes}
+    different = {case.plan.layout.placement_of(layer).spec: writes[layer] for layer in writes}
     count = sum(len(arguments.get("arrays", "1")) for arguments in different.values())
     assert text.count("custom_call @mosaic_gpu") == 2 + count
     assert text.count("tf.aliasing_output") == len(jax.tree.leaves(cache))

@@ -35,7 +35,7 @@ def all_axes(cache, layer: str) -> np.ndarray:
         view = view.reshape(place.num_layers, -1, *view.shape[1:])
     missing = {
         "L": not buffers.stacked,
-        "H": row_format(cache.layout.place_of(layer).spec).key_elements is None,
+        "H": row_format(cache.layout.placement_of(layer).spec).key_elements is None,
     }
     view = np.expand_dims(view, [order.index(axis) for axis in missing if missing[axis]])
     return view.transpose([order.index(axis) for axis in "LBNHC"])
@@ -51,7 +51,7 @@ def test_a_layer_is_described_as_it_lies_in_its_buffer(case: Case) -> None:
     """By the walk through the bytes, and by the strides of NumPy in `layer_view`."""
     cache, reference = filled(case)
     for layer in cases.layers_of(case.plan):
-        place, buffers = case.plan.layout.place_of(layer), cache.layout.buffers
+        place, buffers = case.plan.layout.placement_of(layer), cache.layout.buffers
         spec, heads = place.spec, row_format(place.spec).heads
         before = sum(buffer.size for buffer in cache.buffers[: buffers.buffer_of(layer)])
         walked = reference.addresses(layer) - before
@@ -110,11 +110,13 @@ def test_tables_index_the_view_of_their_layer(case: Case) -> None:
         np.testing.assert_array_equal(got.view(np.uint8), wanted.view(np.uint8))
         if not buffers.stacked:
             continue
-        names = buffers.period_layers(layer)
+        names = buffers.stacked_layers(layer)
         for name in names:
-            period = jnp.int32(names.index(layer))
-            np.testing.assert_array_equal(batch.kernel_block_tables(name, period=period), ids)
-            slots = batch.slot_mapping(name, period=period)
+            layer_index = jnp.int32(names.index(layer))
+            np.testing.assert_array_equal(
+                batch.kernel_block_tables(name, layer_index=layer_index), ids
+            )
+            slots = batch.slot_mapping(name, layer_index=layer_index)
             np.testing.assert_array_equal(slots, batch.slot_mapping(layer))
 
 
@@ -126,7 +128,7 @@ def test_slots_index_the_view_of_their_layer(case: Case, rectangular: bool) -> N
     cache, step = cases.empty(case), cases.fixed_step(case.plan, rectangular)
     batch = step.batch(cache, case.plan)
     for layer in cases.layers_of(case.plan):
-        spec: Any = case.plan.layout.place_of(layer).spec
+        spec: Any = case.plan.layout.placement_of(layer).spec
         ratio = getattr(spec, "compress_ratio", 1)
         rows = np.random.default_rng(0).integers(1, 99, (TOKENS, spec.token_bytes), np.uint8)
         write = functools.partial(jaxkv.write_rows, mask=batch.positions % ratio == 0)
@@ -218,11 +220,11 @@ def test_ids_that_int32_does_not_count_are_refused_and_do_not_wrap() -> None:
             ValueError, match="is more than int32 counts; make the cache with stacked"
         ):
             getattr(stacked, name)(f"layer.{fitting}")
-        for period in (jnp.int32(0), 63):
+        for layer_index in (jnp.int32(0), 63):
             with pytest.raises(ValueError, match=rf"'layer\.63' ends after {end} of"):
-                getattr(stacked, name)("layer.0", period=period)
+                getattr(stacked, name)("layer.0", layer_index=layer_index)
     cache = jax.eval_shape(functools.partial(make, stacked=True))
     with pytest.raises(ValueError, match=r"'layer\.63' ends after 34,359,738,368 kernel bl"):
         jaxkv.attention.build_page_lists(
-            cache, "layer.0", stacked, q_block_tokens=1, period=jnp.int32(0)
+            cache, "layer.0", stacked, q_block_tokens=1, layer_index=jnp.int32(0)
         )

@@ -284,7 +284,7 @@ def test_blocks_of_one_key_are_stored_once_and_removed_with_the_last_one() -> No
         counts.append(len(kept))
     stats = manager.prefix_stats()
     assert counts[:3] == [2, 3, 3], "of two, four and six blocks"
-    assert counts[-1] == stats.kept_blocks and stats.evicted_blocks >= 6
+    assert counts[-1] == stats.cached_blocks and stats.evicted_blocks >= 6
 
 
 Told = tuple[bytes | None, tuple[int, ...], Any, str | None]  # what an event tells of a key

@@ -193,7 +193,7 @@ def test_the_end_of_a_prefix_is_not_written_over(name: str, shares_rows: bool, e
         policy = PrefixPolicy(GROWTHS[name], 4, shares_rows)
         tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
         tree.keep("a", np.arange(position), [(0, np.array([1]))], np.array([2], np.int32))
-        assert tree.frozen_before[:3].tolist() == [0, 4, end]
+        assert tree.read_only_until[:3].tolist() == [0, 4, end]
 
 
 def test_a_tree_forgets_prompts_of_which_no_block_is_kept() -> None:
@@ -225,7 +225,7 @@ def test_a_block_is_what_its_copy_is_until_others_write_to_it() -> None:
         tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=5)
         content = np.zeros(8, np.int64)
         for turn in range(20):
-            kept = int(tree.frozen_before[1])
+            kept = int(tree.read_only_until[1])
             what, end = draw.choice(["keep", "move", "drop"]), int(draw.integers(1, 9))
             if what == "keep":
                 if end > kept:
@@ -242,6 +242,6 @@ def test_a_block_is_what_its_copy_is_until_others_write_to_it() -> None:
                 seen.add(is_same)
             elif what == "drop" and tree._of_block.get(1):
                 tree.drop_checkpoint(tree._of_block[1][draw.integers(len(tree._of_block[1]))])
-                if not tree.frozen_before[1]:
+                if not tree.read_only_until[1]:
                     break  # the block is free
     assert len(seen) == 2

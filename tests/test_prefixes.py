@@ -1,4 +1,4 @@
-"""Prefixes that requests share; `tests.servings` finds more of them, in random traffic."""
+"""Prefixes that requests share; `tests.simulation` finds more of them, in random traffic."""
 
 import itertools
 from collections import Counter
@@ -89,12 +89,12 @@ def test_a_found_prefix_is_not_looked_up_again(name: str, monkeypatch) -> None:
     assert repr(found) == f"PrefixMatch({wanted.num_cached_tokens} of 12 tokens)"
     monkeypatch.setattr(PromptTree, "walk", lambda *_: pytest.fail("the prefix is looked up again"))
     assert found.num_cached_tokens == wanted.num_cached_tokens > 0
-    assert manager.find_prefix(found).num_held_blocks == found.num_held_blocks == 0
+    assert manager.find_prefix(found).num_allocated_blocks == found.num_allocated_blocks == 0
     assert manager.start("a", found)._replace(row=wanted.row) == wanted
-    assert manager.find_prefix(found).num_held_blocks == sum(wanted.shared_blocks)
+    assert manager.find_prefix(found).num_allocated_blocks == sum(wanted.shared_blocks)
     shorter = manager.start("b", found, max_cached_tokens=wanted.num_cached_tokens - 1)
     assert shorter.num_cached_tokens < wanted.num_cached_tokens
-    assert manager.find_prefix(found).num_held_blocks == sum(wanted.shared_blocks)
+    assert manager.find_prefix(found).num_allocated_blocks == sum(wanted.shared_blocks)
 
 
 @pytest.mark.parametrize(("what", "left"), [("new_epoch", 0), ("reset_prefixes", 0), ("evict", 4)])
@@ -288,7 +288,7 @@ def test_each_group_keeps_whole_blocks_of_its_own(sizes: tuple[int, int]) -> Non
     manager.start("a", np.arange(24))
     for count in range(1, 25):
         manager.step(shape, {"a": 1})
-        assert manager.prefix_stats().kept_blocks == count // 4 + count // 8
+        assert manager.prefix_stats().cached_blocks == count // 4 + count // 8
         hit = manager.start("b", [*range(6), *[100] * 18], salt="b")
         assert ("other_salt" in hit.reasons) == (count >= 4)
         manager.finish("b")
@@ -365,7 +365,7 @@ def test_a_prompt_computed_twice_outlives_the_blocks_that_were_kept_first(
     for request in "ab":
         manager.start(request, tokens)
     manager.step(shape, dict.fromkeys("ab", 12))  # each has blocks of its own
-    kept = manager.prefix_stats().kept_blocks
+    kept = manager.prefix_stats().cached_blocks
     manager.finish("a")
     free = manager.num_free_blocks
     while manager.prefix_stats().evicted_blocks < kept:
@@ -494,7 +494,7 @@ class InOrderOfUse:
             ids = made[state].blocks[made[state].blocks > 0]
             ids = ids[pool.references_of(ids) == 0].tolist()
             last = [block_id for block_id in last if block_id not in ids] + ids
-        free = pool._warm._ids[pool._warm._head : pool._warm._tail]
+        free = pool._evictable._ids[pool._evictable._head : pool._evictable._tail]
         assert free[free > 0].tolist()[-len(last) :] == last or not last, "blocks to be taken last"
 
     def keep(self, name: int, token: int, position: int) -> None:

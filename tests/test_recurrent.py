@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxkv
-from jaxkv._src.pool._layer import place_of
+from jaxkv._src.pool._layer import placement_of
 from jaxkv._src.recurrent import _layers
 from jaxkv._src.recurrent._heads import (
     Heads,
@@ -334,11 +334,13 @@ def test_a_scan_over_layers_gives_what_layers_one_after_the_other_give() -> None
     def scanned(cache, upload, x):
         cache, batch = jaxkv.apply_step(cache, upload)
 
-        def body(carry, period):
+        def body(carry, layer_index):
             cache, out = carry
             given = x | {"inputs": x["inputs"] + jnp.tile(out.reshape(TOKENS, -1), 2)}
-            cache, new = run_layer("mamba2", cache, "layer.0", batch, given, period=period)
-            return (cache, jnp.where(period < 2, new, out)), None
+            cache, new = run_layer(
+                "mamba2", cache, "layer.0", batch, given, layer_index=layer_index
+            )
+            return (cache, jnp.where(layer_index < 2, new, out)), None
 
         carry = cache, jnp.zeros((TOKENS, HEADS, SIZE))
         (cache, out), _ = jax.lax.scan(body, carry, jnp.array([0, 2, 1]))  # there is no 2
@@ -542,13 +544,13 @@ def test_every_function_passes_on_which_layer_and_which_states_it_was_asked_for(
     plan = plan_of(kind, drafts=1)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle())
-    assert cache.period_layers("layer.0")[1] == "layer.1"
-    options = {"period": jnp.int32(1), "implementation": "xla"}
+    assert cache.stacked_layers("layer.0")[1] == "layer.1"
+    options = {"layer_index": jnp.int32(1), "implementation": "xla"}
     with pytest.raises(Asked) as asked:
         run_layer(kind, cache, "layer.0", batch, inputs_of({}, {}, None), **options)
     place, implementation, conv = asked.value.args[0]
     assert implementation == "xla"
-    assert int(place) == place_of(cache.layout, "layer.1").first
+    assert int(place) == placement_of(cache.layout, "layer.1").first
     if kind != "linear_attention":
         assert conv[0] is weights() and conv[1] is bias()
 

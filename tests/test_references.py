@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hst
 
-from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
+from jaxkv._src.cache import BAD_BLOCK_ID, BAD_LOGICAL_BLOCK, NO_BLOCK
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import ORDERS
 from jaxkv._src.planning import Plan, plan_cache
@@ -90,7 +90,7 @@ def test_reference_rows_keep_what_was_written_last_and_flag_what_was_dropped() -
     tables.append([TableEntry(2, [[20]])])
     assert tables.row(0, 2) == [0] and tables.flags == NO_BLOCK | BAD_BLOCK_ID
     tables.append([TableEntry(2, [[1, 2]], [5])])
-    assert tables.row(0, 2) == [] and tables.flags == NO_BLOCK | BAD_BLOCK_ID | BAD_COLUMN
+    assert tables.row(0, 2) == [] and tables.flags == NO_BLOCK | BAD_BLOCK_ID | BAD_LOGICAL_BLOCK
 
 
 def test_reference_tables_are_of_a_row_at_least() -> None:
@@ -165,7 +165,7 @@ def test_what_requests_write_lands_within_their_rows_and_must_be_read_again(
     cache.start("r")
     for computed, total in itertools.pairwise([0, *itertools.accumulate(chunks)]):
         for _, layer, positions, rows in cache.write("r", computed, total):
-            place = plan.layout.place_of(layer)
+            place = plan.layout.placement_of(layer)
             assert computed <= positions[0] and positions[-1] < total
             for position, row in zip(positions.tolist(), rows, strict=True):
                 column, offset = place_in_row(place.spec, position)

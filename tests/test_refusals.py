@@ -55,7 +55,7 @@ SIZES |= {"max_query_len": 8, "max_seq_len": 24}
 LEAST = dict.fromkeys(
     "scale_bytes sink_tokens speculative_blocks max_encoder_tokens speculative_tokens forks extra "
     "usable_blocks cached_tokens shared_prefixes max_cached_tokens encoder_tokens start sequence "
-    "steps_ahead rank worker layer page_offset_bytes seed BlockManager.fork.num_tokens "
+    "lookahead_steps rank worker layer page_offset_bytes seed BlockManager.fork.num_tokens "
     "HostMemory.is_worth_it.num_tokens HostMemory.is_worth_it.num_bytes "
     "longest_model_len.max_model_len".split(),
     0,
@@ -178,7 +178,7 @@ def of_host(s: Served) -> Iterator[Call]:
     more = {"boundaries": (), "max_cached_tokens": 4, "encoder_tokens": 0}
     yield m.start, {"request": "new"} | prompt | more
     yield m.find_prefix, prompt | {"max_cached_tokens": 4}
-    for call in (m.num_computed_tokens, m.block_ids, m.is_loading, m.num_parked_tokens):
+    for call in (m.num_computed_tokens, m.block_ids, m.is_loading, m.num_swapped_tokens):
         yield call, {"request": "r"}
     yield m.grow, {"work": {"r": 1}}
     yield m.step, {"shape": s.shape, "work": {"r": 1}, "extra": (), "ring": None}
@@ -186,7 +186,13 @@ def of_host(s: Served) -> Iterator[Call]:
     yield m.rewind, {"num_tokens": {}}
     yield m.trim, {"requests": ["r"]}
     options = {"max_tokens": 8, "batch_size": 4, "order": "decode_first", "preemption": True}
-    options |= {"forks": 0, "tokens": {}, "cached_tokens": 0, "chunk_tokens": 4, "steps_ahead": 0}
+    options |= {
+        "forks": 0,
+        "tokens": {},
+        "cached_tokens": 0,
+        "chunk_tokens": 4,
+        "lookahead_steps": 0,
+    }
     yield jaxkv.Scheduler, {"manager": jaxkv.BlockManager(PLAN, max_requests=4)} | options
     del (shape := SIZES | numbers | {"reproducible": False})["max_requests"]
     yield s.scheduler.shape, {n: v for n, v in shape.items() if n not in ("forks", "cached_tokens")}
@@ -241,13 +247,13 @@ def of_device(s: Served) -> Iterator[Call]:
     yield jaxkv.sleep, asleep | {"level": 1, "parts": ("kv_cache",), "chunk_bytes": 2**20}
     asleep = {"cache": jaxkv.sleep(jaxkv.make_cache(PLAN, max_requests=4))}
     yield jaxkv.wake_up, asleep | {"parts": ("kv_cache",), "reset_scales": False}
-    yield jaxkv.HostBlocks().move, cache | {"moves": None}
+    yield jaxkv.HostBlocks().transfer, cache | {"transfers": None}
 
 
 def of_steps(s: Served) -> Iterator[Call]:
     """Yields functions of a cache and a step, which are traced only."""
     run, cache = {"implementation": "xla"}, {"cache": s.cache}
-    step = cache | {"layer": "full.0", "batch": s.batch, "period": None}
+    step = cache | {"layer": "full.0", "batch": s.batch, "layer_index": None}
     rows, ids = {"keys": s.keys, "values": s.keys}, {"token_ids": jnp.zeros(8, jnp.int32)}
     given = {
         jaxkv.apply_step: cache | run | {"upload": s.upload},
@@ -279,7 +285,7 @@ def of_steps(s: Served) -> Iterator[Call]:
         jaxkv.expand_blocks: {"block_ids": ids, "blocks_per_kv_block": 2},
     }
     arrays = tuple(jnp.zeros((4, *shape)) for shape in ((3,), (2, 4)))
-    states = step | {"layer": "state.0", "at": None, "period": None}
+    states = step | {"layer": "state.0", "at": None, "layer_index": None}
     given |= {jaxkv.read_state: states, jaxkv.write_state: states | run | {"arrays": arrays}}
     for call, arguments in given.items():
         yield traced(call), arguments
@@ -296,7 +302,7 @@ def of_recurrent(s: Served) -> Iterator[Call]:
     plan = jaxkv.plan_cache(specs, 2**20, max_model_len=24)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=8)
     cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=4), shape.idle())
-    run = {"cache": cache, "batch": batch, "period": None, "implementation": "xla"}
+    run = {"cache": cache, "batch": batch, "layer_index": None, "implementation": "xla"}
     inputs, of_heads = jnp.ones((8, 12)), jnp.ones((8, 2))
     taps = run | {"conv_weights": jnp.ones((3, 12)), "conv_bias": jnp.ones(12)}
     mixed = taps | {"layer": "delta", "log_decay": -of_heads}

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.cache import BAD_PERIOD
+from jaxkv._src.cache import BAD_LAYER_INDEX
 from jaxkv._src.internal.mesh import check_not_explicit
 from jaxkv.testing import assert_in_place, assert_same_bytes
 from tests.test_attend import poisoned
@@ -63,18 +63,18 @@ def shape_of(plan: jaxkv.Plan) -> jaxkv.StepShape:
     return jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
 
 
-def one_period(cache, batch, x, names, period):
+def one_period(cache, batch, x, names, layer_index):
     """A window, a state and full attention; each reads what the one before it gave."""
     for name in names:
         if name.startswith("state"):
-            (state,) = jaxkv.read_state(cache, name, batch, period=period)
+            (state,) = jaxkv.read_state(cache, name, batch, layer_index=layer_index)
             state = state + x[batch.last_tokens, 0, 0][:, None, None]
-            cache = jaxkv.write_state(cache, name, batch, [state], period=period)
+            cache = jaxkv.write_state(cache, name, batch, [state], layer_index=layer_index)
             requests = jnp.maximum(batch.token_requests, 0)
             x = x + state[requests, 0, 0][:, None, None] / 8
         else:
             keys = x[:, :HEADS]
-            cache, out = jaxkv.attend(cache, name, batch, x, keys, -keys, period=period)
+            cache, out = jaxkv.attend(cache, name, batch, x, keys, -keys, layer_index=layer_index)
             x = jnp.round((x + out) * 16) / 16  # so that both ways agree to the byte
     return cache, x
 
@@ -169,37 +169,37 @@ def test_copies_are_found_in_a_compiled_program() -> None:
 
 
 @jax.jit
-def attend_in(cache, upload, x, period):
+def attend_in(cache, upload, x, layer_index):
     stepped, batch = jaxkv.apply_step(cache, upload)
     keys = x[:, :HEADS]
-    return stepped, *jaxkv.attend(stepped, "full.0", batch, x, keys, keys, period=period)
+    return stepped, *jaxkv.attend(stepped, "full.0", batch, x, keys, keys, layer_index=layer_index)
 
 
 def test_a_period_that_does_not_exist_attends_to_nothing_and_is_reported() -> None:
     """Never to another layer, which reads the same columns of the same table."""
     plan = hybrid()
     cache, upload, x = cache_of(plan), started(plan).step(shape_of(plan), WORKS[0]), inputs()[0]
-    for period in (-1, PERIODS, 2**31 - 1, -(2**31)):
-        stepped, after, out = attend_in(cache, upload, x, np.int32(period))
+    for layer_index in (-1, PERIODS, 2**31 - 1, -(2**31)):
+        stepped, after, out = attend_in(cache, upload, x, np.int32(layer_index))
         assert not np.asarray(out).any()
         assert_same_bytes(after.buffers, stepped.buffers)
-        assert int(after.error_flags) == BAD_PERIOD
+        assert int(after.error_flags) == BAD_LAYER_INDEX
     _, after, out = attend_in(cache, upload, x, np.int32(PERIODS - 1))
     jaxkv.check_errors(after)
     assert np.isfinite(np.asarray(out)).all() and np.asarray(out).any()
 
 
-@pytest.mark.parametrize("period", [-1, PERIODS])
-def test_a_period_that_is_an_int_and_does_not_exist_is_refused(period) -> None:
+@pytest.mark.parametrize("layer_index", [-1, PERIODS])
+def test_a_period_that_is_an_int_and_does_not_exist_is_refused(layer_index) -> None:
     plan, x = hybrid(), np.zeros((TOKENS, HEADS, SIZE), np.float32)
 
     def use(cache, upload):
         cache, batch = jaxkv.apply_step(cache, upload)
-        refused = f"period={period} is not in 0..1: layer="
+        refused = f"layer_index={layer_index} is not in 0..1: layer="
         with pytest.raises(ValueError, match=f"{refused}'full.0' has 2"):
-            jaxkv.attend(cache, "full.0", batch, x, x, x, period=period)
+            jaxkv.attend(cache, "full.0", batch, x, x, x, layer_index=layer_index)
         with pytest.raises(ValueError, match=f"{refused}'state.0' has 2"):
-            jaxkv.read_state(cache, "state.0", batch, period=period)
+            jaxkv.read_state(cache, "state.0", batch, layer_index=layer_index)
 
     jax.eval_shape(use, cache_of(plan), shape_of(plan).idle())
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.hf_config import layers_from_config, load_config
+from jaxkv._src.offload import HostMemory
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.scheduler._admission import Admission
@@ -24,7 +25,6 @@ from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.scheduler._chooser import Chooser
 from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Running
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
-from jaxkv._src.tier import HostMemory
 from jaxkv._src.uploads import StepShape
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
@@ -250,17 +250,17 @@ def fitting(server: Server, sizes: dict[Hashable, tuple[int, int]], preemption: 
     plan, manager = server.scheduler._plan, server.manager
     running = list(server.scheduler.running)
     needed = {n: plan.admission_blocks(min(p + 1, t)) for n, (p, t) in sizes.items()}
-    owed = sum(
-        max(0, needed[n] - sum(manager.held_blocks(n)))
+    reserved = sum(
+        max(0, needed[n] - sum(manager.allocated_blocks(n)))
         for n in running
         if manager.num_computed_tokens(n) < sizes[n][0]
     )
     steady = {n: plan.steady_blocks(t) for n, (_, t) in sizes.items()}
     share = {n: plan.admission_blocks(t) - steady[n] for n, (_, t) in sizes.items()}
     for name in server.scheduler.waiting:
-        owed += needed[name]
+        reserved += needed[name]
         most = sum(steady[n] for n in [*running, name]) + max(share[n] for n in [*running, name])
-        if (owed > manager.num_free_blocks) if preemption else (most > plan.usable_blocks):
+        if (reserved > manager.num_free_blocks) if preemption else (most > plan.usable_blocks):
             break
         running.append(name)
     return running
@@ -641,7 +641,7 @@ def test_a_request_that_no_step_can_bring_back_from_the_host_is_computed_again()
         schedule = scheduler.schedule()
         preempted += schedule.preempted
         manager.step(shape, schedule.work)
-        manager.take_moves()
+        manager.take_transfers()
         for name in schedule.samples:
             if scheduler.num_tokens(name) == limits[name]:
                 scheduler.finish(name)
@@ -834,7 +834,7 @@ def test_the_newest_tokens_of_a_request_that_starts_again_are_computed_together(
 
 def test_ids_that_are_missing_follow_those_of_their_request_that_are_known() -> None:
     tokens = {"a": [1] * 4}
-    server = Server(small_plan(60), max_requests=1, max_tokens=8, tokens=tokens, steps_ahead=2)
+    server = Server(small_plan(60), max_requests=1, max_tokens=8, tokens=tokens, lookahead_steps=2)
     server.add("a", 4, 32)
     server.step()
     tokens["a"] += [7]
@@ -861,7 +861,7 @@ def test_missing_ids_are_found_in_steady_steps(count: int) -> None:
 
 def test_ids_of_a_prompt_are_there_when_it_is_added_however_far_the_host_is_ahead() -> None:
     tokens = {"a": [1, 2, 3]}
-    server = Server(small_plan(9), max_requests=1, max_tokens=8, tokens=tokens, steps_ahead=2)
+    server = Server(small_plan(9), max_requests=1, max_tokens=8, tokens=tokens, lookahead_steps=2)
     with pytest.raises(ValueError, match="hold 3 token ids of it"):
         server.scheduler.add("a", 4)
     assert not server.scheduler.has_work
@@ -896,8 +896,10 @@ def test_a_prompt_that_gets_no_blocks_gives_those_that_left_its_window_to_an_old
     assert server.step().work == {"a": 24}
 
 
-@pytest.mark.parametrize(("more", "held"), [(1, 2), (2, 3)])
-def test_a_request_that_waits_for_its_answer_keeps_what_its_next_token_sees(more, held) -> None:
+@pytest.mark.parametrize(("more", "allocated"), [(1, 2), (2, 3)])
+def test_a_request_that_waits_for_its_answer_keeps_what_its_next_token_sees(
+    more, allocated
+) -> None:
     """And with a draft, which may be rejected, what the tokens before that one see."""
     server = Server(small_plan(40, {"window": WINDOW}), max_requests=2, max_tokens=8)
     server.add("a", 9 - more, 32)
@@ -905,10 +907,10 @@ def test_a_request_that_waits_for_its_answer_keeps_what_its_next_token_sees(more
     server.scheduler.append({"a": more})
     server.add("b", 3, 32)
     assert server.step().work == {"a": more, "b": 3}
-    assert server.manager.held_blocks("a") == (3,)
+    assert server.manager.allocated_blocks("a") == (3,)
     server.scheduler.append({"b": 1})
     assert server.step().work == {"b": 1}
-    assert server.manager.held_blocks("a") == (held,)
+    assert server.manager.allocated_blocks("a") == (allocated,)
 
 
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:
@@ -1131,7 +1133,7 @@ def test_a_restart_computes_all_that_ran_again_in_order() -> None:
 
 @pytest.mark.parametrize("num_blocks", [9, 14, 17, 21, 30])
 def test_prompts_that_turn_out_to_get_no_blocks_wait(num_blocks: int, monkeypatch) -> None:
-    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+    monkeypatch.setattr(Admission, "_fits_budget", lambda *_: True)
     server = Server(small_plan(num_blocks, in_flight=32), max_requests=6, max_tokens=96)
     for name in range(6):
         server.add(name, 13, 20)
@@ -1264,12 +1266,12 @@ def test_the_oldest_that_a_step_has_room_for_have_work() -> None:
         draw = random.Random(seed)
         running, forks, room = running_of(draw, 5), draw.randint(1, 3), draw.randint(0, 9)
         copies, pending = ([draw.random() < chance for _ in range(5)] for chance in (0.5, 0.2))
-        unsent = [draw.choice([0, 0, 2, 4]) for _ in range(5)]
-        loading = {at for at in range(5) if unsent[at] and draw.random() < 0.3}
+        unsynced = [draw.choice([0, 0, 2, 4]) for _ in range(5)]
+        loading = {at for at in range(5) if unsynced[at] and draw.random() < 0.3}
         manager = types.SimpleNamespace(
             may_copy_by_row=np.array(copies),
             pending_copies_by_row=np.array(pending),
-            unsent_tokens_by_row=np.array(unsent),
+            unsynced_tokens_by_row=np.array(unsynced),
             is_loading=loading.__contains__,
             block_pool=types.SimpleNamespace(has_shared_blocks=True),
         )
@@ -1284,10 +1286,10 @@ def test_the_oldest_that_a_step_has_room_for_have_work() -> None:
         copying = [at for at in wanted if copies[at] and not pending[at]]
         late = copying[max(0, forks - sum(pending)) :]
         wanted = [at for at in wanted if at not in late]
-        brings = [at for at in wanted if unsent[at]]
-        while sum(unsent[at] for at in brings) > room:
+        brings = [at for at in wanted if unsynced[at]]
+        while sum(unsynced[at] for at in brings) > room:
             wanted.remove(brings.pop())
         assert sorted([*decodes, *prefills]) == wanted
         assert [at for at in wanted if needs[0, at]] == [at for at in wanted if at in copying]
-        assert needs[1, wanted].tolist() == [unsent[at] for at in wanted]
+        assert needs[1, wanted].tolist() == [unsynced[at] for at in wanted]
         assert step.forks == forks - sum(pending)

@@ -69,7 +69,10 @@ MISTAKES = {
     ),
     "a flag of a shape": (lambda s: s.scheduler.shape(reproducible=1), "reproducible must be True"),
     "a used manager": (lambda s: Scheduler(s.manager, max_tokens=1), "runs 1 requests"),
-    "steps": (lambda s: Scheduler(s.manager, max_tokens=1, steps_ahead=-1), "steps_ahead must be"),
+    "steps": (
+        lambda s: Scheduler(s.manager, max_tokens=1, lookahead_steps=-1),
+        "lookahead_steps must be",
+    ),
     "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' is in use"),
     "a list": (lambda s: s.scheduler.add(["b"], 3), r"\['b'\] must be a hashable name"),
     "in a tuple": (lambda s: s.scheduler.finish(("b", [])), "must be a hashable name"),
@@ -116,7 +119,7 @@ MISTAKES = {
     ("name", "least"),
     [
         *[(name, 1) for name in ("max_tokens", "batch_size", "chunk_tokens")],
-        *[(name, 0) for name in ("forks", "cached_tokens", "steps_ahead")],
+        *[(name, 0) for name in ("forks", "cached_tokens", "lookahead_steps")],
     ],
 )
 def test_a_number_is_taken_from_the_least_on(name: str, least: int) -> None:
@@ -278,7 +281,7 @@ def test_ids_that_go_bad_later_stop_nobody_from_ending_or_being_preempted() -> N
 
 
 def test_ids_that_are_not_known_are_left_out_and_numbers_in_their_place_refused() -> None:
-    host = Host(steps_ahead=2)
+    host = Host(lookahead_steps=2)
     host.add("a", [1, 2, 3])
     host.step()
     host.scheduler.append({"a": 1})  # its id is not known yet
@@ -367,7 +370,7 @@ def test_after_a_fork_there_is_time_to_answer() -> None:
 
 
 def test_a_host_ahead_may_ask_again_while_all_requests_wait_for_tokens() -> None:
-    host = Host(steps_ahead=1)
+    host = Host(lookahead_steps=1)
     host.add("a", [1, 2, 3])
     schedule = host.step()
     for _ in range(3):

@@ -9,14 +9,14 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.hf_config import layers_from_config, load_config
+from jaxkv._src.offload import HostMemory
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import FullAttentionSpec, Limits
-from jaxkv._src.tier import HostMemory
 from jaxkv._src.uploads import StepShape
 from tests.reference_device import Content
-from tests.servings.device import Stories
+from tests.simulation.device import Stories
 from tests.test_prefixes import LAYERS, plan_of, state
 
 
@@ -557,9 +557,9 @@ def test_as_many_prompts_start_after_a_kept_state_as_a_step_copies_states(
     server.serve()
 
 
-@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_allocated", [False, True])
 @pytest.mark.parametrize("cached", [4, 12])
-def test_prompts_of_one_prefix_need_its_blocks_once(cached: int, is_held: bool) -> None:
+def test_prompts_of_one_prefix_need_its_blocks_once(cached: int, is_allocated: bool) -> None:
     """In pools of every size: a first request takes those that nobody holds, and others share."""
     prompt, started = [1] * (cached + 1), set()
     for usable in range(12, 22):
@@ -568,14 +568,14 @@ def test_prompts_of_one_prefix_need_its_blocks_once(cached: int, is_held: bool) 
         server.add("x", prompt, cached + 1)
         while "x" not in (schedule := server.step()).samples:
             pass
-        if not is_held:
+        if not is_allocated:
             server.sample(schedule)
         whole, shared = (cached + 12) // 4, cached // 4
         for name in "abcde":
             server.add(name, [*prompt[:cached], *range(2, 13)], 40)
         server.scheduler.schedule()
-        free = usable - (shared + 1 if is_held else 0)
-        first = whole - (shared if is_held else 0)
+        free = usable - (shared + 1 if is_allocated else 0)
+        first = whole - (shared if is_allocated else 0)
         wanted = min(5, 1 + (free - first) // (whole - shared))
         running = [name for name in server.scheduler.running if name != "x"]
         assert len(running) == wanted, (usable, running)
@@ -605,7 +605,7 @@ def test_tokens_that_are_not_computed_can_be_replaced_more_than_once(has_host_me
     def step(max_tokens: int = 4) -> None:
         schedule = scheduler.schedule(max_tokens=max_tokens)
         manager.step(shape, schedule.work, extra=schedule.token_ids)
-        manager.take_moves()
+        manager.take_transfers()
 
     scheduler.add("a", 4)
     for number in range(6):

@@ -10,7 +10,7 @@ from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.scheduler._requests import Request
 from tests.reference_device import Content
-from tests.servings.device import Stories
+from tests.simulation.device import Stories
 from tests.test_prefixes import LAYERS, plan_of
 
 
@@ -61,8 +61,8 @@ class Server:
         names = list(schedule.work)
         assert len(schedule.samples) <= self.manager.max_requests
         for name, index in schedule.samples.items():
-            leader = names[index]
-            assert self.tokens[name] == self.tokens[leader] or name == leader
+            parent = names[index]
+            assert self.tokens[name] == self.tokens[parent] or name == parent
         ends = [name for name in schedule.samples if len(self.tokens[name]) == self.limits[name]]
         for name in schedule.samples:
             if name not in ends:
@@ -268,7 +268,7 @@ def test_a_restart_changes_no_answer(name: str, loses: bool) -> None:
 def test_a_restart_forgets_tokens_that_no_step_will_bring() -> None:
     plan = plan_of("full", 150)
     manager, tokens = BlockManager(plan, max_requests=2), {"a": [1] * 6}
-    scheduler = Scheduler(manager, max_tokens=8, tokens=tokens, steps_ahead=3)
+    scheduler = Scheduler(manager, max_tokens=8, tokens=tokens, lookahead_steps=3)
     scheduler.add("a", 6)
     for _ in range(3):
         manager.step(scheduler.shape(extra=0), scheduler.schedule().work)
@@ -283,12 +283,12 @@ def test_a_restart_forgets_tokens_that_no_step_will_bring() -> None:
     assert scheduler.num_tokens("a") == 6 and not scheduler.schedule().work
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_a_host_ahead_gets_the_same_answers(ahead: int) -> None:
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_host_ahead_gets_the_same_answers(lookahead: int) -> None:
     """Ids are noted ``ahead`` steps late; an end is noticed late, and preemptions wait for ids."""
     draw = random.Random(0)
     for blocks in (24, 150):
-        late = Server(plan_of("full", blocks), steps_ahead=ahead)
+        late = Server(plan_of("full", blocks), lookahead_steps=lookahead)
         prompts = [[draw.randrange(5) for _ in range(draw.randint(1, 20))] for _ in range(6)]
         for name, prompt in enumerate(prompts):
             late.add(name, prompt, 24, samples=1 + name % 3)
@@ -301,11 +301,11 @@ def test_a_host_ahead_gets_the_same_answers(ahead: int) -> None:
             assert schedule.work or in_flight
             late.manager.step(late.shape, schedule.work, extra=schedule.token_ids)
             missing = int((schedule.token_ids < 0).sum())
-            assert missing <= ahead * len(schedule.work)
+            assert missing <= lookahead * len(schedule.work)
             goes_on = [n for n in schedule.samples if late.scheduler.num_tokens(n) < 24]
             late.scheduler.append(dict.fromkeys(goes_on, 1))
             in_flight.append(list(schedule.samples))
-            if len(in_flight) > ahead or not schedule.work:
+            if len(in_flight) > lookahead or not schedule.work:
                 for name in in_flight.pop(0):
                     if len(late.tokens[name]) == 24:
                         late.scheduler.finish(name)

@@ -86,16 +86,20 @@ def step(cache, upload, queries, keys, values):
     """Every layer writes its tokens, full attention attends, and all is read that is there."""
     cache, batch = jaxkv.apply_step(cache, upload)
 
-    def layer(cache, index, number=0, period=None):
+    def layer(cache, index, number=0, layer_index=None):
         scaled = keys / (1 + index.astype(keys.dtype))
-        cache = jaxkv.write_tokens(cache, f"window.{number}", batch, scaled, values, period=period)
+        cache = jaxkv.write_tokens(
+            cache, f"window.{number}", batch, scaled, values, layer_index=layer_index
+        )
         arguments = batch, queries, scaled, values
         sinks = queries[(0,) * (queries.ndim - 2)][:, 0]
-        return jaxkv.attend(cache, f"full.{number}", *arguments, sinks=sinks, period=period)
+        return jaxkv.attend(
+            cache, f"full.{number}", *arguments, sinks=sinks, layer_index=layer_index
+        )
 
     if cache.layout.buffers.stacked:  # as models do that scan over their layers
         cache, attended = jax.lax.scan(
-            lambda cache, index: layer(cache, index, period=index), cache, jnp.arange(2)
+            lambda cache, index: layer(cache, index, layer_index=index), cache, jnp.arange(2)
         )
     else:
         cache, first = layer(cache, jnp.int32(0), 0)

@@ -94,7 +94,7 @@ def attend(cache, upload, inputs):
     return cache, (outs, held)
 
 
-def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def sampled(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-2, 3, shape).astype(np.float64)  # exact in every dtype
 
 
@@ -131,20 +131,20 @@ def check_attention(
     plan = plan_of(attention_specs(kinds, heads, dtype, block_size))
     served = Served(plan, order, ENCODER if "cross" in kinds else 0)
     stored = {kind: np.zeros((0, 1 if "latent" in kind else heads, 3)) for kind in kinds}
-    stored |= {"cross": drawn(rng, ENCODER, heads, 3)}
+    stored |= {"cross": sampled(rng, ENCODER, heads, 3)}
     for t in range(LENGTH):
         inputs: dict[str, Any] = {}
         for kind in kinds:
             width = 3 * heads if "latent" in kind else 2
-            queries, sinks = drawn(rng, 1, heads, width), drawn(rng, heads)
+            queries, sinks = sampled(rng, 1, heads, width), sampled(rng, heads)
             if "latent" in kind:
-                new = drawn(rng, 1, 1, width)
+                new = sampled(rng, 1, 1, width)
                 inputs[kind] = queries, new[:, 0], None, sinks
                 stored[kind] = np.concatenate([stored[kind].reshape(-1, 1, width), new])
             elif kind == "shared":
                 inputs[kind] = queries, None, None, sinks
             else:
-                new = drawn(rng, 1, heads, 3) if kind != "cross" else stored[kind]
+                new = sampled(rng, 1, heads, 3) if kind != "cross" else stored[kind]
                 keys, values = (x[None] if kind == "cross" else x for x in np.split(new, [2], -1))
                 inputs[kind] = queries, keys, values, sinks
                 if kind != "cross":
@@ -293,13 +293,13 @@ def test_a_step_of_one_token_copies_no_pool() -> None:
 def test_kernels_take_one_id_again_and_again(num_blocks: int, width: int) -> None:
     """Each reads what the one before it wrote, in one program."""
     rng = np.random.default_rng(0)
-    moves = rng.integers(0, num_blocks, (9, 4)).astype(np.int32)
+    transfers = rng.integers(0, num_blocks, (9, 4)).astype(np.int32)
     rows = rng.normal(size=(9, 1, width)).astype(np.float32)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(data, moves, rows):
+    def run(data, transfers, rows):
         read = []
-        for (source, target, zeroed, written), row in zip(moves, rows, strict=True):
+        for (source, target, zeroed, written), row in zip(transfers, rows, strict=True):
             data = pallas_kernels.zero_blocks(data, zeroed[None])
             data = pallas_kernels.copy_blocks(data, source[None], target[None])
             read.append(pallas_kernels.read_extents(data, target[None]))
@@ -308,12 +308,12 @@ def test_kernels_take_one_id_again_and_again(num_blocks: int, width: int) -> Non
 
     start = rng.normal(size=(num_blocks, width)).astype(np.float32)
     wanted, wanted_reads = start.copy(), []
-    for (source, target, zeroed, written), row in zip(moves, rows, strict=True):
+    for (source, target, zeroed, written), row in zip(transfers, rows, strict=True):
         wanted[zeroed] = 0
         wanted[target] = wanted[source]
         wanted_reads.append(wanted[[target]])
         wanted[written] = row[0] + wanted[target]
-    data, reads = run(jnp.array(start), list(map(tuple, moves)), list(rows))
+    data, reads = run(jnp.array(start), list(map(tuple, transfers)), list(rows))
     np.testing.assert_array_equal(np.asarray(data), wanted)
     np.testing.assert_array_equal(np.stack([np.asarray(read) for read in reads]), wanted_reads)
 

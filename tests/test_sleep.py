@@ -240,13 +240,13 @@ def test_compiled_steps_survive(home: str) -> None:
     cache = full_cache(home)
     step = jax.jit(touch, donate_argnums=0)
     cache = step(step(cache))  # explicit axes are spelt out by the first
-    ahead = jax.jit(touch).lower(cache).compile()
+    lookahead = jax.jit(touch).lower(cache).compile()
     programs = step._cache_size()
     for level, parts in [(1, PARTS), (2, PARTS), (1, PARTS[:1]), (2, PARTS[:1]), (1, PARTS[1:])]:
         sleeping = sleep(cache, level=level, parts=parts, chunk_bytes=SMALL_CHUNKS)
         cache = wake_up(sleeping)
         with count_compilations() as compilations:
-            jax.block_until_ready(ahead(cache))
+            jax.block_until_ready(lookahead(cache))
             cache = step(cache)
             jax.block_until_ready(cache)
         assert not compilations

@@ -15,7 +15,7 @@ from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
-    BAD_COLUMN,
+    BAD_LOGICAL_BLOCK,
     BAD_ROW,
     LOST_UPLOAD,
     NO_BLOCK,
@@ -436,13 +436,13 @@ def test_a_ring_notices_that_a_step_took_its_upload() -> None:
 def test_a_ring_seals_a_buffer_once() -> None:
     ring = UploadRing(depth=2)
     with pytest.raises(RuntimeError, match="seal was called before buffer"):
-        ring.seal()
+        ring.flush()
     assert SHAPE.idle(ring).data.tolist() == SHAPE.idle().data.tolist()
     small = StepShape.for_plan(PLAN, max_requests=4, max_tokens=4)
     ring.buffer(small)
-    assert ring.seal().size == small.format.size, "the last buffer that was asked for"
+    assert ring.flush().size == small.format.size, "the last buffer that was asked for"
     with pytest.raises(RuntimeError, match="seal was called before buffer"):
-        ring.seal()
+        ring.flush()
 
 
 def test_a_failed_step_leaves_the_ring_usable() -> None:
@@ -462,7 +462,7 @@ def test_step_and_cache_are_what_the_front_door_gives() -> None:
     ("field", "value", "flag"),
     [
         ("entry_ids", PLAN.num_blocks, BAD_BLOCK_ID),
-        ("entry_columns", 99, BAD_COLUMN),
+        ("entry_columns", 99, BAD_LOGICAL_BLOCK),
         ("request_rows", 4, BAD_ROW),
         ("num_computed_tokens", -1, BAD_BATCH),
         ("query_start_loc", 1, BAD_BATCH),

@@ -70,7 +70,7 @@ def with_a_batch_axis(step: Step) -> tuple[Step, jax.Array]:
 def in_a_scan(step: Step) -> tuple[Step, jax.Array]:
     def body(carry, i):
         step, x = carry
-        return (step, x + step.attend(LAYERS[0], *keys_of(x), period=i)), None
+        return (step, x + step.attend(LAYERS[0], *keys_of(x), layer_index=i)), None
 
     return jax.lax.scan(body, (step, EMBED[step.token_ids]), jnp.arange(2))[0]
 
@@ -178,14 +178,14 @@ def test_tokens_and_places_are_those_of_the_batch() -> None:
 
 def test_tokens_that_steps_drew_take_the_places_of_their_numbers() -> None:
     cache, upload = made()
-    given, drawn = np.array([0, -1, 7, -2, 0, -3, 1, -1]), np.array([11, 0, 13])
-    given, drawn = given.astype(np.int32), drawn.astype(np.int32)
+    given, sampled = np.array([0, -1, 7, -2, 0, -3, 1, -1]), np.array([11, 0, 13])
+    given, sampled = given.astype(np.int32), sampled.astype(np.int32)
 
     @jax.jit
-    def ids(cache, upload, given, drawn):
-        return Step(cache, upload, token_ids=given, newest_tokens=drawn).token_ids
+    def ids(cache, upload, given, sampled):
+        return Step(cache, upload, token_ids=given, newest_tokens=sampled).token_ids
 
-    assert ids(cache, upload, given, drawn).tolist() == [0, 11, 7, 0, 0, 13, 1, 11]
+    assert ids(cache, upload, given, sampled).tolist() == [0, 11, 7, 0, 0, 13, 1, 11]
     with pytest.raises(ValueError, match="implementation='cuda'"):
         Step(cache, upload, implementation="cuda")
 
@@ -213,14 +213,16 @@ def test_a_state_is_written_where_it_is_told() -> None:
 
     def by_name(cache, upload):
         step = Step(cache, upload)
-        for period in range(2):
-            step.write_state("state.0", [x + period], at=at, period=period)
+        for layer_index in range(2):
+            step.write_state("state.0", [x + layer_index], at=at, layer_index=layer_index)
         return step.done()
 
     def by_hand(cache, upload):
         cache, batch = jaxkv.apply_step(cache, upload)
-        for period in range(2):
-            cache = jaxkv.write_state(cache, f"state.{period}", batch, [x + period], at=at)
+        for layer_index in range(2):
+            cache = jaxkv.write_state(
+                cache, f"state.{layer_index}", batch, [x + layer_index], at=at
+            )
         return cache
 
     given = made(None, plan)
@@ -305,7 +307,7 @@ def after_its_end(step: Step) -> Any:
 
 def lost_in_a_scan(step: Step) -> Any:
     def body(x, i):
-        return x + step.attend(LAYERS[0], *keys_of(x), period=i), None
+        return x + step.attend(LAYERS[0], *keys_of(x), layer_index=i), None
 
     return step, jax.lax.scan(body, EMBED[step.token_ids], jnp.arange(2))
 
@@ -325,17 +327,17 @@ ONES = [1, np.int32(1), np.array(1, np.int32), jnp.int32(1)]  # all of them a kn
 
 def another_period(step: Step, one: Any = 1) -> Any:
     x = EMBED[step.token_ids]
-    step.attend(LAYERS[0], *keys_of(x), period=one)
+    step.attend(LAYERS[0], *keys_of(x), layer_index=one)
     return step, step.attend(LAYERS[1], *keys_of(x))
 
 
 def a_period_twice(step: Step, one: Any = 1) -> Any:
     x = EMBED[step.token_ids]
-    return step, [step.attend(LAYERS[1], *keys_of(x), period=one) for _ in range(2)]
+    return step, [step.attend(LAYERS[1], *keys_of(x), layer_index=one) for _ in range(2)]
 
 
 def only_one_period(step: Step, one: Any = 1) -> Any:
-    return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]), period=one)
+    return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]), layer_index=one)
 
 
 @pytest.mark.parametrize(
@@ -402,9 +404,9 @@ def test_the_first_layer_and_a_period_name_each_layer(is_traced: bool) -> None:
     def model(cache: jaxkv.KVCache, upload: Any) -> jaxkv.KVCache:
         step = Step(cache, upload)
         x = EMBED[step.token_ids]
-        for period in range(2):
-            named = step.last_tokens[0] * 0 + period if is_traced else period
-            x = x + step.attend(LAYERS[0], *keys_of(x), period=named)
+        for layer_index in range(2):
+            named = step.last_tokens[0] * 0 + layer_index if is_traced else layer_index
+            x = x + step.attend(LAYERS[0], *keys_of(x), layer_index=named)
         return step.done()
 
     jax.eval_shape(model, *made())
@@ -422,12 +424,12 @@ def test_a_layer_is_read_as_often_as_a_model_likes_once_it_is_written() -> None:
     def model(*given: Any) -> jaxkv.KVCache:
         step = Step(*given)
         x = EMBED[step.token_ids]
-        step.attend(LAYERS[0], *keys_of(x), period=1)
+        step.attend(LAYERS[0], *keys_of(x), layer_index=1)
         for options in ({}, {"write": False}):
-            with pytest.raises(ValueError, match=r"period=2 is not in|has not written it"):
-                step.attend(LAYERS[0], x, period=2, **options)
+            with pytest.raises(ValueError, match=r"layer_index=2 is not in|has not written it"):
+                step.attend(LAYERS[0], x, layer_index=2, **options)
             step.attend(LAYERS[1], x, **options)
-            step.attend(LAYERS[0], x, period=1, **options)
+            step.attend(LAYERS[0], x, layer_index=1, **options)
         step.attend(LAYERS[0], *keys_of(x))
         return step.done()
 
@@ -510,7 +512,7 @@ def test_a_call_passes_on_all_that_it_is_given(name: str, monkeypatch) -> None:
         for parameter in inspect.signature(getattr(jaxkv, name)).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    assert "period" in options
+    assert "layer_index" in options
     passed: list[tuple[Any, ...]] = []
 
     def record(cache: Any, layer: str, batch: Any, *arrays: Any, **options: Any) -> Any:

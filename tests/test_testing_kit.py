@@ -30,8 +30,8 @@ from jaxkv._src.blocks import (
     _manager,
     _resuming,
 )
+from jaxkv._src.blocks._caching import CachedPrompts
 from jaxkv._src.blocks._copies import PendingCopies
-from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.cache import CacheError, KVCache, make_cache
@@ -64,13 +64,13 @@ SURE = settings(derandomize=True, database=None, deadline=None)
 SOME = settings(SURE, max_examples=1000, phases=[Phase.generate])
 
 
-def can_draw(drawn: hst.SearchStrategy[Any], wanted: Callable[[Any], bool]) -> bool:
-    find(drawn, wanted, settings=SOME)  # raises where there is none
+def can_draw(sampled: hst.SearchStrategy[Any], wanted: Callable[[Any], bool]) -> bool:
+    find(sampled, wanted, settings=SOME)  # raises where there is none
     return True
 
 
-def smallest(drawn: hst.SearchStrategy[Any]) -> Any:
-    return find(drawn, lambda value: True, settings=SURE)
+def smallest(sampled: hst.SearchStrategy[Any]) -> Any:
+    return find(sampled, lambda value: True, settings=SURE)
 
 
 @given(strategies.models(without_cache=True))
@@ -122,15 +122,15 @@ def test_table_entries_are_in_range_unless_they_are_asked_to_be_malformed() -> N
         assert set(ids(entries)) <= set(range(9)) and {e.row for e in entries} <= set(range(4))
 
     check()
-    drawn = strategies.table_entries(3, **sizes, malformed=True)
+    sampled = strategies.table_entries(3, **sizes, malformed=True)
     for wanted in (
         *(lambda entries, bad=bad: bad in ids(entries) for bad in (-1, 2**31 - 1, 9)),
         lambda entries: any(len(set(ids([entry]))) < len(ids([entry])) for entry in entries),
         lambda entries: len({entry.row for entry in entries}) < len(entries),
         lambda entries: any(entry.starts and any(entry.starts) for entry in entries),
     ):
-        assert can_draw(drawn, wanted)
-    assert smallest(drawn) == []
+        assert can_draw(sampled, wanted)
+    assert smallest(sampled) == []
 
 
 @given(strategies.id_arrays(5, 4), strategies.id_arrays(5, 4, malformed=True, unique=True))
@@ -176,9 +176,9 @@ def test_nan_arrays_are_nan_of_every_payload_that_the_dtype_has(dtype) -> None:
         assert np.isnan(array.astype(np.float32)).all()
 
     check()
-    drawn = strategies.nan_arrays((1,), dtype)
-    assert can_draw(drawn, lambda array: np.signbit(array.astype(np.float32)).all())
-    assert can_draw(drawn, lambda array: not np.signbit(array.astype(np.float32)).any())
+    sampled = strategies.nan_arrays((1,), dtype)
+    assert can_draw(sampled, lambda array: np.signbit(array.astype(np.float32)).all())
+    assert can_draw(sampled, lambda array: not np.signbit(array.astype(np.float32)).any())
     if bits < 32:  # the range that is drawn from leaves out no NaN
         every = np.arange(2**bits).astype(f"uint{bits}")
         is_nan = np.isnan(every.view(kind).astype(np.float32))
@@ -193,9 +193,9 @@ def test_poisoned_buffers_hold_any_bytes_in_the_shapes_and_dtypes_they_are_drawn
         assert buffer.shape == (3, 5) and buffer.dtype in dtypes
 
     check()
-    drawn = strategies.byte_arrays((4,), "f32")
-    assert can_draw(drawn, lambda array: np.isnan(array).any() and np.isfinite(array).any())
-    assert not smallest(drawn).any()
+    sampled = strategies.byte_arrays((4,), "f32")
+    assert can_draw(sampled, lambda array: np.isnan(array).any() and np.isfinite(array).any())
+    assert not smallest(sampled).any()
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def short(columns_to_share):
 
 BUGS = {  # where, and its replacement made of what was there
     "blocks that were taken ahead of the step are not told": (
-        RequestState, "note_unsent", lambda _: lambda state, changes: None
+        RequestState, "mark_unsynced", lambda _: lambda state, changes: None
     ),
     "a block is not given back": (
         BlockPool, "release", lambda release: lambda pool, ids: release(pool, ids[:-1])
@@ -405,7 +405,7 @@ def without_salt(encode):
 
 def copy_only_kept_states(_):
     whole = np.iinfo(np.int64).max
-    return lambda pool, ids, at: (pool.others_of(ids) > 0) | (pool.frozen_before[ids] == whole)
+    return lambda pool, ids, at: (pool.others_of(ids) > 0) | (pool.read_only_until[ids] == whole)
 
 
 def to_the_end_of_the_block(walk):
@@ -418,7 +418,7 @@ def to_the_end_of_the_block(walk):
 
 PREFIX_BUGS = {
     "a state is kept as that of one token less": (PrefixTree, "keep", one_token_late),
-    "rejected drafts are kept as if accepted": (KeptPrompts, "finish", with_drafts),
+    "rejected drafts are kept as if accepted": (CachedPrompts, "finish", with_drafts),
     "the salt is forgotten": (Prefixes, "_encode", without_salt),
     "a state that is kept is written in place": (_policies, "WHOLE", lambda _: 1),
     "a hit is one block too long": (PromptTree, "walk", to_the_end_of_the_block),

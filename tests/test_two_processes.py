@@ -36,7 +36,7 @@ def run_streams(process: int) -> None:
             upload = packed(shape, own_ids(process, stream, number))
             if ring is not None:
                 ring.buffer(shape)[:] = upload.data
-                upload = jaxkv.blocks.Upload(data=ring.seal(), shape=shape)
+                upload = jaxkv.blocks.Upload(data=ring.flush(), shape=shape)
             caches[stream], *arrays = step(caches[stream], upload)
             seen.append((own_ids(process, stream, number), *arrays))
     for expected, ids, slots in seen:

@@ -20,7 +20,7 @@ from pallas_kernels._arguments import (
 from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention.pages import StridedPages, check_pages
 from pallas_kernels._paged_attention.shared import is_worth_sharing
-from pallas_kernels._paged_attention.tasks import STEP, segment_steps
+from pallas_kernels._paged_attention.tasks import STEP, split_steps
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -114,7 +114,7 @@ def check_arguments(
     if first_positions is not None:
         first_positions = _as_int32("first_positions", first_positions, 1, batch)
         if reproducible:
-            block_tables, first_positions = _whole_segments(rule, block_tables, first_positions)
+            block_tables, first_positions = _whole_splits(rule, block_tables, first_positions)
         seq_lens = seq_lens - first_positions
         chunk_offsets = first_positions % (rule.chunk or 1)
     arrays = AttentionArrays(
@@ -160,12 +160,12 @@ def _as_shared(
     return SharedPrefixes(members, ends, lens)
 
 
-def _whole_segments(
+def _whole_splits(
     rule: AttentionRule, block_tables: Array, first_positions: Array
 ) -> tuple[Array, Array]:
     """Returns tables that begin with a fixed segment: pages before the first one hold no keys."""
-    per_segment = STEP * (segment_steps(rule) or 1)
-    columns = math.lcm(rule.page_tokens, per_segment) // rule.page_tokens
+    per_split = STEP * (split_steps(rule) or 1)
+    columns = math.lcm(rule.page_tokens, per_split) // rule.page_tokens
     moved = (first_positions // rule.page_tokens) % columns
     index = jnp.arange(block_tables.shape[1] + columns - 1, dtype=jnp.int32)[None] - moved[:, None]
     rows = jnp.arange(block_tables.shape[0], dtype=jnp.int32)[:, None]

@@ -40,27 +40,27 @@ class _Split(NamedTuple):
     together: int
 
     @classmethod
-    def of(cls, value_width: int, num_lanes: int, num_tiles: int) -> Self:
+    def of(cls, value_width: int, num_workers: int, num_tiles: int) -> Self:
         """Returns a division for tiles of about the same length."""
-        segments = -(-num_lanes // num_tiles) + 1
+        splits = -(-num_workers // num_tiles) + 1
         warpgroups, width = 1, value_width
         if value_width % WIDTH_OF_MANY:  # windows of values overlap
             width = WIDTH_OF_MANY
-        if segments > MANY:
+        if splits > MANY:
             warpgroups, width = WARPGROUPS, WIDTH_OF_MANY
-        rounds = -(-segments // (warpgroups * ELEMENTS_TOGETHER // width))
-        return cls(warpgroups, width, -(-segments // (rounds * warpgroups)))
+        rounds = -(-splits // (warpgroups * ELEMENTS_TOGETHER // width))
+        return cls(warpgroups, width, -(-splits // (rounds * warpgroups)))
 
 
 def combine(
     rule: AttentionRule,
     tiles: Array,
-    segments: PartialSoftmax | None,
+    splits: PartialSoftmax | None,
     numbers: Array,
     outputs: Outputs,
     linked: PartialSoftmax | None = None,
     *,
-    num_lanes: int,
+    num_workers: int,
     finished: bool,
 ) -> None:
     """Writes the output of tiles, and zeros for padding.
@@ -70,13 +70,13 @@ def combine(
       segments: of the tiles; None: none.
       numbers: as `decode` takes them.
       linked: segments that tiles take a part in, by their links; None: none.
-      num_lanes: segments of all tiles together, about.
+      num_workers: segments of all tiles together, about.
       finished: whether tiles of one segment are left out.
     """
     num_tiles, rows = tiles.shape[0], outputs.lse.shape[2]
-    parts = [*(segments or ()), *(linked or ())]
+    parts = [*(splits or ()), *(linked or ())]
     rows_of_values = parts[0].shape[2]
-    split = _Split.of(rule.value_width, num_lanes, num_tiles)
+    split = _Split.of(rule.value_width, num_workers, num_tiles)
     if rule.reproducible:  # one warpgroup, to add up in order
         width = min(rule.value_width, split.width)
         split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
@@ -84,7 +84,7 @@ def combine(
     call = plgpu.kernel(
         lambda *refs: _Combiner(
             *(rule, split),
-            CombineOperands.of(*refs[:-1], has_own=segments is not None),
+            CombineOperands.of(*refs[:-1], has_own=splits is not None),
             refs[-1],
         ).run(finished),
         out_type=[],
@@ -104,7 +104,7 @@ class CombineOperands(NamedTuple):
 
     tiles: jax.Ref
     numbers: jax.Ref
-    segments: PartialSoftmax | None
+    splits: PartialSoftmax | None
     linked: PartialSoftmax | None
     out: jax.Ref
     lse: jax.Ref
@@ -113,13 +113,13 @@ class CombineOperands(NamedTuple):
     def of(cls, *refs: jax.Ref, has_own: bool = True) -> Self:
         tiles, numbers, *parts, out, lse = refs
         own, others = (parts[:3], parts[3:]) if has_own else ((), parts)
-        segments, linked = [PartialSoftmax(*some) if some else None for some in (own, others)]
-        return cls(tiles, numbers, segments, linked, out, lse)
+        splits, linked = [PartialSoftmax(*some) if some else None for some in (own, others)]
+        return cls(tiles, numbers, splits, linked, out, lse)
 
     def parts_of(self, tile: Tile, index: Array) -> Iterator[tuple[PartialSoftmax, Link]]:
         """Yields segments, and those that a tile takes a part in."""
-        if self.segments is not None:
-            yield self.segments, Link(tile.first_segment, tile.num_segments, jnp.int32(0))
+        if self.splits is not None:
+            yield self.splits, Link(tile.first_split, tile.num_splits, jnp.int32(0))
         if self.linked is not None:
             yield self.linked, Link.load(self.tiles, index)
 
@@ -177,7 +177,7 @@ class _Combiner:
           finished: whether tiles of one segment are left out.
         """
         tile = Tile.load(self.operands.tiles, self.index)
-        is_left = (tile.num_segments != 1) | (not finished)
+        is_left = (tile.num_splits != 1) | (not finished)
         # Loaded early to hide the latency.
         numbers = self.operands.numbers.at[self.head]
         value_scale = numbers[VALUE_SCALE]
@@ -209,20 +209,20 @@ class _Combiner:
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMNS),
         )
 
-        for segments, link in self.operands.parts_of(tile, self.index):
-            start = self._add(start, segments, link)
+        for splits, link in self.operands.parts_of(tile, self.index):
+            start = self._add(start, splits, link)
         return start
 
-    def _add(self, running: PartialSoftmax, segments: PartialSoftmax, link: Link) -> PartialSoftmax:
+    def _add(self, running: PartialSoftmax, splits: PartialSoftmax, link: Link) -> PartialSoftmax:
         """Adds this warpgroup's share of some segments."""
 
         def add(i: Array, running: PartialSoftmax) -> PartialSoftmax:
             first = (i * self.warpgroups + self.warpgroup) * self.together
-            parts = [self._load(segments, link, first + j) for j in range(self.together)]
+            parts = [self._load(splits, link, first + j) for j in range(self.together)]
             return add_up([running, *parts], in_order=self.rule.reproducible)
 
         each_round = self.warpgroups * self.together
-        rounds = lax.div(link.num_segments + (each_round - 1), each_round)
+        rounds = lax.div(link.num_splits + (each_round - 1), each_round)
         return lax.fori_loop(0, rounds, add, running)
 
     def _hand_over(self, summed: PartialSoftmax) -> None:
@@ -254,15 +254,15 @@ class _Combiner:
         self._write_rows(tile.token, tile.count, tile.skip)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _load(self, segments: PartialSoftmax, link: Link, index: Array) -> PartialSoftmax:
+    def _load(self, splits: PartialSoftmax, link: Link, index: Array) -> PartialSoftmax:
         """Loads one of the segments; past the last one, an empty segment."""
-        number = link.first_segment + lax.min(index, link.num_segments - 1)
-        penalty = lax.select(index < link.num_segments, jnp.float32(0), jnp.float32(-jnp.inf))
+        number = link.first_split + lax.min(index, link.num_splits - 1)
+        penalty = lax.select(index < link.num_splits, jnp.float32(0), jnp.float32(-jnp.inf))
         rows = pl.ds(link.first_row + self.first_row, ROWS)
         # Layouts are those of the sum: to name them again takes more code.
-        out = plgpu.load(segments.out.at[number, self.head, self.values, rows], optimized=False)
-        highest = self._load_rows(segments.highest.at[number, self.head], rows)
-        total = self._load_rows(segments.total.at[number, self.head], rows)
+        out = plgpu.load(splits.out.at[number, self.head, self.values, rows], optimized=False)
+        highest = self._load_rows(splits.highest.at[number, self.head], rows)
+        total = self._load_rows(splits.total.at[number, self.head], rows)
         return PartialSoftmax(out, highest + penalty, total)
 
     def _load_rows(self, ref: Any, rows: Any) -> Array:

@@ -34,7 +34,7 @@ from pallas_kernels._paged_attention.decode_block import (
 from pallas_kernels._paged_attention.decode_steps import DecodeSteps, RunningSoftmax, Step
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.pieces import PartialSoftmax
-from pallas_kernels._paged_attention.tasks import Lane, TaskMap, Tile, segment_steps
+from pallas_kernels._paged_attention.tasks import TaskMap, Tile, Worker, split_steps
 
 
 def decode(
@@ -62,7 +62,7 @@ def decode(
       than there are.
     """
     rule, rows = shape.rule, shape.rows
-    results = (tasks.num_segments, rule.kv_heads, rows)
+    results = (tasks.num_splits, rule.kv_heads, rows)
     call = plgpu.kernel(
         lambda *refs: _Decoder(
             shape, DecodeOperands.of(*refs[:-1], finishes=outputs is not None), refs[-1]
@@ -74,14 +74,14 @@ def decode(
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ],
-        grid=(rule.kv_heads, shape.num_lanes),
-        grid_names=("head", "lane"),
+        grid=(rule.kv_heads, shape.num_workers),
+        grid_names=("head", "worker"),
         kernel_name="paged_attention_decode",
         scratch_types=[DecodeScratch.of(shape, None if outputs is None else rule.out_dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     first_row = pages.first_row().reshape(1)
-    arrays = [tasks.tiles, tasks.lanes, tables, queries, numbers, first_row, pages.rows()]
+    arrays = [tasks.tiles, tasks.workers, tables, queries, numbers, first_row, pages.rows()]
     return PartialSoftmax(*call_unfused(call, arrays, outputs or ()))
 
 
@@ -101,13 +101,13 @@ class _Decoder(DecodeSteps):
     """The code of one thread block."""
 
     def run(self) -> None:
-        lane = Lane.load(self.operands.lanes, self.lane)
+        worker = Worker.load(self.operands.workers, self.worker)
 
-        @pl.loop(lane.first_tile, lane.last_tile + 1)
+        @pl.loop(worker.first_tile, worker.last_tile + 1)
         def _(index: Array) -> None:
             tile = Tile.load(self.operands.tiles, index)
-            begin = lax.max(lane.line_begin, tile.line_begin)
-            num_steps = lax.min(lane.line_end, tile.line_end) - begin
+            begin = lax.max(worker.line_begin, tile.line_begin)
+            num_steps = lax.min(worker.line_end, tile.line_end) - begin
             part = _Part(tile, index, tile.first_step + begin - tile.line_begin, num_steps)
             pl.when(num_steps > 0)(lambda: self._attend(part))
 
@@ -146,15 +146,15 @@ class _Decoder(DecodeSteps):
         self, part: _Part, step: Callable[[Array, _Carry], _Carry], holes: Array
     ) -> None:
         """Takes the steps of a part, and stores the results of its segments."""
-        fixed, start = segment_steps(self.rule), (self._start(), holes)
+        fixed, start = split_steps(self.rule), (self._start(), holes)
         if fixed is None:
             running, _ = lax.fori_loop(0, part.num_steps, step, start)
             self._close(part, running)
             return
         tile, first_step = part.tile, part.first_step
-        first_number = tile.first_segment - lax.div(tile.first_step, fixed)
+        first_number = tile.first_split - lax.div(tile.first_step, fixed)
 
-        def step_of_segments(i: Array, carry: _Carry) -> _Carry:
+        def step_of_splits(i: Array, carry: _Carry) -> _Carry:
             running, holes = step(i, carry)
             end = first_step + i + 1
             closes = (lax.rem(end, fixed) == 0) | (i + 1 == part.num_steps)
@@ -164,15 +164,15 @@ class _Decoder(DecodeSteps):
             highest = running.highest + jnp.where(closes, -jnp.inf, 0.0)
             return running._replace(highest=highest), holes
 
-        lax.fori_loop(0, part.num_steps, step_of_segments, start)
+        lax.fori_loop(0, part.num_steps, step_of_splits, start)
 
     def _close(self, part: _Part, running: RunningSoftmax) -> None:
         """Writes the results of a part: of a whole tile, or of a segment."""
-        number, outputs = self.lane + part.index, self.operands.outputs
+        number, outputs = self.worker + part.index, self.operands.outputs
         if outputs is None:
             self._store(number, running)
             return
-        is_whole = Tile.load_one(self.operands.tiles, part.index, "num_segments") == 1
+        is_whole = Tile.load_one(self.operands.tiles, part.index, "num_splits") == 1
         pl.when(is_whole)(lambda: self._finish(part, outputs, running))
         pl.when(~is_whole)(lambda: self._store(number, running))
 
@@ -214,7 +214,7 @@ class _Decoder(DecodeSteps):
         place, rows = (number, self.head), pl.ds(0, self.shape.rows)
         first = 0
         for out in running.out:
-            store(self.operands.segments.out.at[(*place, pl.ds(first, len(out)), rows)], out)
+            store(self.operands.splits.out.at[(*place, pl.ds(first, len(out)), rows)], out)
             first += len(out)
-        store(self.operands.segments.highest.at[(*place, rows)], running.highest)
-        store(self.operands.segments.total.at[(*place, rows)], running.total.sum(axis=0))
+        store(self.operands.splits.highest.at[(*place, rows)], running.highest)
+        store(self.operands.splits.total.at[(*place, rows)], running.total.sum(axis=0))

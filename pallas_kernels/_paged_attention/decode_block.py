@@ -14,7 +14,7 @@ from pallas_kernels._paged_attention.tasks import STEP
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 SMEM_PER_SM = 227 * 1024
-BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
+LOOKAHEAD_BYTES = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
 STAGES = 2  # steps that a thread block loads ahead
 SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
@@ -50,20 +50,20 @@ class DecodeShape(NamedTuple):
 
     @property
     def thread_blocks_per_sm(self) -> int:
-        """Returns how many thread blocks fit on an SM and load at most `BYTES_AHEAD` together."""
+        """Returns the thread blocks that fit on an SM and load `LOOKAHEAD_BYTES` at most."""
         rule = self.rule
-        ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
-        used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
+        lookahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
+        used = lookahead + self.rows * (rule.key_width + STEP) * 2 + 4096
         if self.widens:
             used += STEP * rule.value_width * 2
         else:
             used += self.staged * (rule.value_width + STEP) * rule.out_dtype.itemsize
         has_room = self.rows <= 16 and (self.widens or rule.value_width <= 64)
         by_registers = 4 if self.is_small and not self.widens else 3 if has_room else 2
-        return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
+        return max(1, min(by_registers, SMEM_PER_SM // used, LOOKAHEAD_BYTES // lookahead))
 
     @property
-    def num_lanes(self) -> int:
+    def num_workers(self) -> int:
         blocks = _capability.max_thread_blocks(self.thread_blocks_per_sm)
         return max(1, blocks // self.rule.kv_heads)
 
@@ -82,19 +82,21 @@ class DecodeOperands(NamedTuple):
     """References to the arrays of a call, and to the results of segments."""
 
     tiles: jax.Ref
-    lanes: jax.Ref
+    workers: jax.Ref
     tables: jax.Ref
     queries: jax.Ref
     numbers: jax.Ref
     first_row: jax.Ref
     pages: jax.Ref
     outputs: Outputs | None
-    segments: PartialSoftmax
+    splits: PartialSoftmax
 
     @classmethod
     def of(cls, *refs: jax.Ref, finishes: bool) -> Self:
-        tiles, lanes, tables, queries, numbers, first_row, pages, *outputs, out, high, total = refs
-        arrays = tiles, lanes, tables, queries, numbers, first_row, pages
+        tiles, workers, tables, queries, numbers, first_row, pages, *outputs, out, high, total = (
+            refs
+        )
+        arrays = tiles, workers, tables, queries, numbers, first_row, pages
         written = Outputs(*outputs) if finishes else None
         return cls(*arrays, written, PartialSoftmax(out, high, total))
 

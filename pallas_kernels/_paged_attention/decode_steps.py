@@ -46,7 +46,7 @@ class DecodeSteps:
     ) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
         self.operands, self.smem = operands, scratch
-        self.head, self.lane = lax.axis_index("head"), lax.axis_index("lane")
+        self.head, self.worker = lax.axis_index("head"), lax.axis_index("worker")
         self.first_row, column = self.steps.head(operands.first_row[0], self.head)
         self.columns = pl.ds(column, self.rule.row_width)
 

@@ -7,7 +7,7 @@ from jax import Array
 from pallas_kernels._mosaic import written
 from pallas_kernels._paged_attention.decode_block import SINKS, DecodeShape
 from pallas_kernels._paged_attention.mla_combine import combine_latents
-from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num_lanes
+from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num_workers
 from pallas_kernels._paged_attention.mosaic import (
     lse_of_tokens,
     page_and_compute_dtype,
@@ -21,12 +21,12 @@ from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.prefill_tasks import has_holes
 from pallas_kernels._paged_attention.rounds import in_rounds
 from pallas_kernels._paged_attention.shared import (
-    SharedSegments,
+    SharedSplits,
     own_tiles,
     row_stride,
     tile_shared,
 )
-from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, TaskMap, Tile, share_out
+from pallas_kernels._paged_attention.tasks import STEP, FixedSplits, TaskMap, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -50,15 +50,15 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
         tiles, common = one_query_each(arrays, rule), None
     else:
         tiles, common = cut_queries(arrays, rule, Cut(_tile_size(arrays, rule))), None
-    fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
+    fixed = FixedSplits.of(rule, arrays.block_tables.shape[1])
     filled = tiles.size * rule.group  # rows past the queries of a tile hold nothing
     shape = _shape(arrays, rule, filled)
     numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
-        tasks, segments = _decode(arrays, shape, tiles, queries, numbers, fixed)
+        tasks, splits = _decode(arrays, shape, tiles, queries, numbers, fixed)
         tasks = tasks if common is None else common.join(tasks)
-        return combine_latents(rule, tasks, segments, numbers[:, : SINKS + filled], out, common)
+        return combine_latents(rule, tasks, splits, numbers[:, : SINKS + filled], out, common)
 
     lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
     return written(out), lse_of_tokens(lse, tiles, rule)
@@ -66,17 +66,17 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
 
 def _attend_shared(
     arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
-) -> tuple[QueryTiles, SharedSegments]:
+) -> tuple[QueryTiles, SharedSplits]:
     """Attends to what requests share; returns the tiles of the rest, and the segments."""
     parts = tile_shared(arrays, rule, shared)
     shape = _shape(arrays, rule._replace(causal=False), parts.tiles.size * row_stride(rule))
     queries = shared_queries(arrays.queries, parts, rule, shape.rows).astype(shape.compute)
     queries = jnp.swapaxes(queries, 1, 2)
     numbers = tile_numbers(arrays, shape)
-    tasks, segments = _decode(arrays, shape, parts.tiles, queries, numbers, None)
+    tasks, splits = _decode(arrays, shape, parts.tiles, queries, numbers, None)
     tile = Tile(*tasks.tiles.T)
-    spans = jnp.stack([tile.first_segment, tile.num_segments], axis=1)
-    return own_tiles(arrays, rule, parts), SharedSegments.of(rule, parts, spans, segments)
+    spans = jnp.stack([tile.first_split, tile.num_splits], axis=1)
+    return own_tiles(arrays, rule, parts), SharedSplits.of(rule, parts, spans, splits)
 
 
 def _shape(arrays: AttentionArrays, rule: AttentionRule, rows: int) -> DecodeShape:
@@ -90,10 +90,10 @@ def _decode(
     tiles: QueryTiles,
     queries: Array,
     numbers: Array,
-    fixed: FixedSegments | None,
+    fixed: FixedSplits | None,
 ) -> tuple[TaskMap, PartialSoftmax]:
     """Attends from tiles; returns their tasks, and the softmax of each segment."""
-    tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays), fixed)
+    tasks = share_out(tiles, num_workers(shape), used_tokens(arrays), fixed)
     full, tables = _full_steps(arrays, shape.rule, tiles), arrays.block_tables
     return tasks, decode_latents(shape, tasks, full, tables, queries, arrays.pages, numbers)
 
@@ -115,6 +115,6 @@ def _full_steps(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles)
         return jnp.zeros_like(tiles.positions)
     seen_by_all = tiles.ends
     if rule.causal:
-        seen_by_all = rule.held_before(tiles.positions + 1, arrays.rank)
+        seen_by_all = rule.allocated_before(tiles.positions + 1, arrays.rank)
         seen_by_all = jnp.clip(seen_by_all, 0, tiles.ends)
     return jnp.where(has_holes(arrays, rule, tiles), 0, seen_by_all // STEP)

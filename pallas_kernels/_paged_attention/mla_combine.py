@@ -13,23 +13,23 @@ from pallas_kernels._mosaic import call_unfused
 from pallas_kernels._paged_attention.combine import CombineOperands
 from pallas_kernels._paged_attention.decode_block import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
-from pallas_kernels._paged_attention.shared import SharedSegments
+from pallas_kernels._paged_attention.shared import SharedSplits
 from pallas_kernels._paged_attention.tasks import Link, TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
-# Segments that are loaded at once, because each load waits long for memory.
+# Splits that are loaded at once, because each load waits long for memory.
 FEW, MANY, MANY_PER_TILE = 2, 8, 4
-LANES = 128  # threads of a warpgroup
+WORKERS = 128  # threads of a warpgroup
 ROWS = 2  # most rows that a thread block combines, so that more loads overlap
 
 
 def combine_latents(
     rule: AttentionRule,
     tasks: TaskMap,
-    segments: PartialSoftmax,
+    splits: PartialSoftmax,
     numbers: Array,
     out: Any,
-    shared: SharedSegments | None = None,
+    shared: SharedSplits | None = None,
 ) -> Array:
     """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
 
@@ -42,7 +42,7 @@ def combine_latents(
     """
     num_tiles, rows = tasks.tiles.shape[0], numbers.shape[1] - SINKS
     rows_each = math.gcd(rows, ROWS)
-    together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
+    together = MANY if tasks.workers.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
         lambda *refs: _Combiner(rule, together, rows_each, CombineOperands.of(*refs)).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
@@ -54,7 +54,7 @@ def combine_latents(
             unsafe_no_auto_barriers=True,  # threads read nothing that other threads write
         ),
     )
-    arrays = [tasks.tiles, numbers, *segments, *(shared.segments if shared else ())]
+    arrays = [tasks.tiles, numbers, *splits, *(shared.splits if shared else ())]
     return call_unfused(call, arrays, [out])[0]
 
 
@@ -67,7 +67,7 @@ class _Combiner:
         self.rule, self.together, self.operands = rule, together, operands
         first, self.index = lax.axis_index("rows") * rows, lax.axis_index("tile")
         self.rows = [first + row for row in range(rows)]
-        vector = math.gcd(4, rule.value_width // LANES)
+        vector = math.gcd(4, rule.value_width // WORKERS)
         self.layout = plgpu.Layout.WG_STRIDED((rule.value_width,), vec_size=vector)
 
     def run(self) -> None:
@@ -93,19 +93,19 @@ class _Combiner:
         )
 
         sums = [start] * len(self.rows)
-        for segments, link in self.operands.parts_of(tile, self.index):
-            sums = self._add(sums, segments, link)
+        for splits, link in self.operands.parts_of(tile, self.index):
+            sums = self._add(sums, splits, link)
         return sums
 
     def _add(
-        self, running: list[PartialSoftmax], segments: PartialSoftmax, link: Link
+        self, running: list[PartialSoftmax], splits: PartialSoftmax, link: Link
     ) -> list[PartialSoftmax]:
         """Adds some segments, for each row."""
 
         def add(i: Array, running: list[PartialSoftmax]) -> list[PartialSoftmax]:
             indices = [i * self.together + j for j in range(self.together)]
             loaded = [
-                [self._load(segments, link, row, index) for index in indices] for row in self.rows
+                [self._load(splits, link, row, index) for index in indices] for row in self.rows
             ]
             in_order = self.rule.reproducible
             return [
@@ -113,18 +113,16 @@ class _Combiner:
                 for own, parts in zip(running, loaded, strict=True)
             ]
 
-        rounds = lax.div(link.num_segments + (self.together - 1), self.together)
+        rounds = lax.div(link.num_splits + (self.together - 1), self.together)
         return lax.fori_loop(0, rounds, add, running)
 
-    def _load(
-        self, segments: PartialSoftmax, link: Link, row: Array, index: Array
-    ) -> PartialSoftmax:
+    def _load(self, splits: PartialSoftmax, link: Link, row: Array, index: Array) -> PartialSoftmax:
         """Loads a row of one of the segments, or an empty one past the last segment."""
-        number = link.first_segment + jnp.minimum(index, link.num_segments - 1)
+        number = link.first_split + jnp.minimum(index, link.num_splits - 1)
         place = number, link.first_row + row
-        out = plgpu.load(segments.out.at[place], layout=self.layout)
-        highest = jnp.where(index < link.num_segments, segments.highest[place], -jnp.inf)
-        return PartialSoftmax(out, highest, segments.total[place])
+        out = plgpu.load(splits.out.at[place], layout=self.layout)
+        highest = jnp.where(index < link.num_splits, splits.highest[place], -jnp.inf)
+        return PartialSoftmax(out, highest, splits.total[place])
 
     def _write(self, tile: Tile, row: Array, out: Array) -> None:
         """Writes a row to its token and head, if the tile has such a token."""

@@ -31,7 +31,7 @@ from pallas_kernels._paged_attention.mla_rows import (
 )
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.pieces import Granule, PartialSoftmax, multiply
-from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile, segment_steps
+from pallas_kernels._paged_attention.tasks import STEP, TaskMap, Tile, Worker, split_steps
 
 ROWS = 64  # of queries, in a thread block
 UNSEEN = -1e30  # a score below all others; -inf would need care in every step
@@ -49,7 +49,7 @@ def _kind_of_rows(shape: DecodeShape) -> type[Rows]:
     return WidenedRows if shape.widens else Rows
 
 
-def num_lanes(shape: DecodeShape) -> int:
+def num_workers(shape: DecodeShape) -> int:
     """Returns the number of lanes that the steps of a call are divided among."""
     return max(1, _capability.max_thread_blocks(1) // (shape.rows // ROWS))
 
@@ -76,7 +76,7 @@ def decode_latents(
       counts more segments than there are.
     """
     rule, rows = shape.rule, shape.rows
-    results = (tasks.num_segments, rows)
+    results = (tasks.num_splits, rows)
     clusters: Any = {"cluster": (2,), "cluster_names": ("pair",)} if is_paired(shape) else {}
     call = plgpu.kernel(
         lambda *refs: _Decoder(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
@@ -85,8 +85,8 @@ def decode_latents(
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ],
-        grid=(rows // ROWS // (2 if clusters else 1), tasks.lanes.shape[0]),
-        grid_names=("row", "lane"),
+        grid=(rows // ROWS // (2 if clusters else 1), tasks.workers.shape[0]),
+        grid_names=("row", "worker"),
         **clusters,
         num_threads=HALVES + 1,
         thread_name="warpgroup",
@@ -99,7 +99,7 @@ def decode_latents(
         ),
     )
     first_row = pages.first_row().reshape(1)
-    arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, numbers, first_row]
+    arrays = [tasks.tiles, tasks.workers, full_steps, tables, queries, numbers, first_row]
     return PartialSoftmax(*call_unfused(call, [*arrays, *_kind_of_rows(shape).views(pages)]))
 
 
@@ -107,19 +107,19 @@ class _Operands(NamedTuple):
     """References to the arrays of a call, to views of its pages, and to the results."""
 
     tiles: jax.Ref
-    lanes: jax.Ref
+    workers: jax.Ref
     full_steps: jax.Ref
     tables: jax.Ref
     queries: jax.Ref
     numbers: jax.Ref
     first_row: jax.Ref
     pages: tuple[jax.Ref, ...]
-    segments: PartialSoftmax
+    splits: PartialSoftmax
 
     @classmethod
     def of(cls, *refs: jax.Ref) -> Self:
-        tiles, lanes, full_steps, tables, queries, numbers, first_row, *rest = refs
-        arrays = tiles, lanes, full_steps, tables, queries, numbers, first_row
+        tiles, workers, full_steps, tables, queries, numbers, first_row, *rest = refs
+        arrays = tiles, workers, full_steps, tables, queries, numbers, first_row
         return cls(*arrays, tuple(rest[:-3]), PartialSoftmax(*rest[-3:]))
 
 
@@ -173,17 +173,17 @@ class _Scratch(NamedTuple):
         )
 
 
-class _Segment:
+class _KVSplit:
     """The steps of a tile that one lane takes, as places on the line of all steps.
 
     opens, closes: whether it is the first one of the tile in this lane, or the last one.
     """
 
     def __init__(self, decoder: "_Decoder", index: Array) -> None:
-        lane, self.index = decoder.lane, index
+        worker, self.index = decoder.worker, index
         self.tile = tile = Tile.load(decoder.operands.tiles, index)
-        self.begin = jnp.maximum(lane.line_begin, tile.line_begin)
-        self.end = jnp.minimum(lane.line_end, tile.line_end)
+        self.begin = jnp.maximum(worker.line_begin, tile.line_begin)
+        self.end = jnp.minimum(worker.line_end, tile.line_end)
         self.shift = tile.first_step - tile.line_begin  # from places on the line to steps
         self.full_steps = decoder.operands.full_steps[index]
         self.number = decoder.number + index
@@ -205,7 +205,7 @@ class _Segment:
         part, tile = copy.copy(self), self.tile
         part.begin = jnp.maximum(self.begin, k * steps - self.shift)
         part.end = jnp.minimum(self.end, (k + 1) * steps - self.shift)
-        part.number = tile.first_segment + k - lax.div(tile.first_step, steps)
+        part.number = tile.first_split + k - lax.div(tile.first_step, steps)
         part.opens, part.closes = part.begin == self.begin, part.end == self.end
         return part
 
@@ -231,8 +231,8 @@ class _Decoder:
         self.step_rows = kind(shape, operands.pages, scratch.loaded, *scratch.others)
         self.widened = self.step_rows if isinstance(self.step_rows, WidenedRows) else None
         self.first_page_row = operands.first_row[0]
-        self.number = lax.axis_index("lane")
-        self.lane = Lane.load(operands.lanes, self.number)
+        self.number = lax.axis_index("worker")
+        self.worker = Worker.load(operands.workers, self.number)
         self.paired = is_paired(shape)
         row = lax.axis_index("row")
         if self.paired:
@@ -245,52 +245,52 @@ class _Decoder:
         for warpgroup, work in enumerate((self._score_all, self._add_all, self._load_all)):
             pl.when(lax.axis_index("warpgroup") == warpgroup)(work)
 
-    def _each_segment(self, work: Callable[[_Segment], None]) -> None:
-        lane = self.lane
+    def _each_split(self, work: Callable[[_KVSplit], None]) -> None:
+        worker = self.worker
 
-        @pl.loop(lane.first_tile, lane.last_tile + 1)
+        @pl.loop(worker.first_tile, worker.last_tile + 1)
         def _(index: Array) -> None:
-            segment, fixed = _Segment(self, index), segment_steps(self.rule)
+            kv_split, fixed = _KVSplit(self, index), split_steps(self.rule)
 
-            @pl.when(segment.end > segment.begin)
+            @pl.when(kv_split.end > kv_split.begin)
             def _() -> None:
                 if fixed is None:
-                    work(segment)
+                    work(kv_split)
                 else:
-                    pl.loop(*segment.ranges(fixed))(lambda k: work(segment.cut(k, fixed)))
+                    pl.loop(*kv_split.ranges(fixed))(lambda k: work(kv_split.cut(k, fixed)))
 
     def _stage(self, place: Array) -> Array:
-        return lax.rem(place - self.lane.line_begin, self.step_rows.stages)
+        return lax.rem(place - self.worker.line_begin, self.step_rows.stages)
 
-    def _find(self, segment: _Segment, place: Array) -> list[Granule]:
-        request, step = segment.tile.request, place + segment.shift
+    def _find(self, kv_split: _KVSplit, place: Array) -> list[Granule]:
+        request, step = kv_split.tile.request, place + kv_split.shift
         return self.steps.find(self.operands.tables, request, step)
 
     # The third warpgroup loads.
 
     def _load_all(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
-        self._each_segment(self._load)
+        self._each_split(self._load)
         if self.paired:  # the other thread block signals this one, which must not end before
             for stage in range(self.step_rows.stages):
-                used = self.lane.line_end - self.lane.line_begin > stage
+                used = self.worker.line_end - self.worker.line_begin > stage
                 pl.when(used)(lambda s=stage: plgpu.barrier_wait(self.smem.loaded_free.at[s]))
 
-    def _load(self, segment: _Segment) -> None:
-        first = segment.begin == self.lane.line_begin
+    def _load(self, kv_split: _KVSplit) -> None:
+        first = kv_split.begin == self.worker.line_begin
 
-        @pl.when(segment.opens)
+        @pl.when(kv_split.opens)
         def _() -> None:
             pl.when(~first)(lambda: plgpu.barrier_wait(self.smem.query_free))
-            source = self.operands.queries.at[segment.index, 0, self.rows]
+            source = self.operands.queries.at[kv_split.index, 0, self.rows]
             plgpu.copy_gmem_to_smem(source, self.smem.query.at[0], self.smem.query_full)
 
-        @pl.loop(segment.begin, segment.end)
+        @pl.loop(kv_split.begin, kv_split.end)
         def _(place: Array) -> None:
             # Ids take long to load: ask for them before waiting for a stage.
-            granules = self.steps.rows(self._find(segment, place), self.first_page_row)
+            granules = self.steps.rows(self._find(kv_split, place), self.first_page_row)
             stage, n = self._stage(place), self.steps.granule
-            used = place - self.lane.line_begin >= self.step_rows.stages
+            used = place - self.worker.line_begin >= self.step_rows.stages
             pl.when(used)(lambda: plgpu.barrier_wait(self.smem.loaded_free.at[stage]))
             for j, granule in enumerate(granules):
                 axes = "pair" if self.paired else None
@@ -300,40 +300,40 @@ class _Decoder:
 
     def _score_all(self) -> None:
         plgpu.set_max_registers(232, action="increase")
-        self._each_segment(self._score)
+        self._each_split(self._score)
 
-    def _score(self, segment: _Segment) -> None:
+    def _score(self, kv_split: _KVSplit) -> None:
         """Attends from the rows to the keys of a segment, without the right half of the output."""
         scale = self.operands.numbers[0, SCALE]
 
         def step(masked: bool) -> Callable[[Array, _Softmax], _Softmax]:
-            return lambda place, running: self._score_step(segment, place, scale, masked, running)
+            return lambda place, running: self._score_step(kv_split, place, scale, masked, running)
 
-        pl.when(segment.opens)(lambda: plgpu.barrier_wait(self.smem.query_full))
+        pl.when(kv_split.opens)(lambda: plgpu.barrier_wait(self.smem.query_full))
         running = _Softmax(
             self._no_output(),
             plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
             plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA),
         )
-        running = lax.fori_loop(segment.begin, segment.full, step(False), running)
-        running = lax.fori_loop(segment.full, segment.end, step(True), running)
-        pl.when(segment.closes)(lambda: plgpu.barrier_arrive(self.smem.query_free))
+        running = lax.fori_loop(kv_split.begin, kv_split.full, step(False), running)
+        running = lax.fori_loop(kv_split.full, kv_split.end, step(True), running)
+        pl.when(kv_split.closes)(lambda: plgpu.barrier_arrive(self.smem.query_free))
         # A row that saw nothing has weights of keys that it does not see.
-        known, place = running.highest > UNSEEN, (segment.number, self.rows)
-        store(self.operands.segments.highest.at[place], jnp.where(known, running.highest, -jnp.inf))
+        known, place = running.highest > UNSEEN, (kv_split.number, self.rows)
+        store(self.operands.splits.highest.at[place], jnp.where(known, running.highest, -jnp.inf))
         store(
-            self.operands.segments.total.at[place], jnp.where(known, running.total.sum(axis=1), 0.0)
+            self.operands.splits.total.at[place], jnp.where(known, running.total.sum(axis=1), 0.0)
         )
-        self._store_output(segment, 0, running.out)
+        self._store_output(kv_split, 0, running.out)
 
     def _score_step(
-        self, segment: _Segment, place: Array, scale: Array, masked: bool, running: _Softmax
+        self, kv_split: _KVSplit, place: Array, scale: Array, masked: bool, running: _Softmax
     ) -> _Softmax:
         """Adds 64 keys to the running softmax."""
         stage = self._stage(place)
         plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         if self.widened is not None:
-            self._widen(self.widened, segment, place, masked, 0)
+            self._widen(self.widened, kv_split, place, masked, 0)
             plgpu.barrier_wait(self.widened.full)
         products = multiply(
             self.smem.query.at[opaque_zero(place)], self.step_rows.keys(place, stage).T
@@ -341,15 +341,15 @@ class _Decoder:
         scores, factor = pieces.cap(self.rule, products, scale)
         if masked:
             if self.widened is None:
-                holes = self._clean_values(segment, place, 0)
+                holes = self._clean_values(kv_split, place, 0)
             else:
-                holes = self.steps.holes(self._find(segment, place))
-            scores = jnp.where(self._seen(segment, place, holes), scores * factor, UNSEEN)
+                holes = self.steps.holes(self._find(kv_split, place))
+            scores = jnp.where(self._seen(kv_split, place, holes), scores * factor, UNSEEN)
             factor = 1.0
         highest = jnp.maximum(running.highest, scores.max(axis=1) * factor)
         shrink = jnp.exp2(running.highest - highest)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(highest, scores.shape, [0]))
-        used = place > self.lane.line_begin
+        used = place > self.worker.line_begin
         pl.when(used)(lambda: plgpu.barrier_wait(self.smem.taken))
         self.smem.weights[0] = weights.astype(self.shape.compute)
         store(self.smem.shrink, shrink)
@@ -362,40 +362,40 @@ class _Decoder:
             plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
         return _Softmax(out, highest, total)
 
-    def _seen(self, segment: _Segment, place: Array, holes: Array) -> Array:
+    def _seen(self, kv_split: _KVSplit, place: Array, holes: Array) -> Array:
         """Returns bool[ROWS, STEP], whether each row sees each key of a step."""
         shape, layout = (ROWS, STEP), plgpu.Layout.WGMMA
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first_row
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        queries = lax.div(row, self.rule.group) + segment.tile.position
-        keys = key + (place + segment.shift) * STEP
-        seen = pieces.sees(self.rule, segment.tile, queries, keys)
+        queries = lax.div(row, self.rule.group) + kv_split.tile.position
+        keys = key + (place + kv_split.shift) * STEP
+        seen = pieces.sees(self.rule, kv_split.tile, queries, keys)
         return seen & self.steps.held(key, holes)
 
     # The second warpgroup adds up the right half of the output.
 
     def _add_all(self) -> None:
         plgpu.set_max_registers(232, action="increase")
-        self._each_segment(self._add)
+        self._each_split(self._add)
 
-    def _add(self, segment: _Segment) -> None:
+    def _add(self, kv_split: _KVSplit) -> None:
         """Adds up the right half of a segment's output."""
 
         def step(masked: bool) -> Callable[[Array, Array], Array]:
-            return lambda place, out: self._add_step(segment, place, masked, out)
+            return lambda place, out: self._add_step(kv_split, place, masked, out)
 
-        out = lax.fori_loop(segment.begin, segment.full, step(False), self._no_output())
-        out = lax.fori_loop(segment.full, segment.end, step(True), out)
-        self._store_output(segment, 1, out)
+        out = lax.fori_loop(kv_split.begin, kv_split.full, step(False), self._no_output())
+        out = lax.fori_loop(kv_split.full, kv_split.end, step(True), out)
+        self._store_output(kv_split, 1, out)
 
-    def _add_step(self, segment: _Segment, place: Array, masked: bool, out: Array) -> Array:
+    def _add_step(self, kv_split: _KVSplit, place: Array, masked: bool, out: Array) -> Array:
         stage = self._stage(place)
         plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         if self.widened is not None:
-            self._widen(self.widened, segment, place, masked, 1)
+            self._widen(self.widened, kv_split, place, masked, 1)
             plgpu.barrier_arrive(self.widened.full)
         elif masked:
-            self._clean_values(segment, place, 1)
+            self._clean_values(kv_split, place, 1)
         plgpu.barrier_wait(self.smem.weighed)
         shrink = plgpu.load(self.smem.shrink, layout=PER_ROW, optimized=False)
         out = self._add_values(out, shrink, place, 1)
@@ -425,21 +425,21 @@ class _Decoder:
         return sums
 
     def _widen(
-        self, rows: WidenedRows, segment: _Segment, place: Array, masked: bool, half: int
+        self, rows: WidenedRows, kv_split: _KVSplit, place: Array, masked: bool, half: int
     ) -> None:
         """Widens the columns of a step that belong to a half, and frees the stage they were in."""
-        stage, known = self._stage(place), self._known(segment, place) if masked else None
+        stage, known = self._stage(place), self._known(kv_split, place) if masked else None
         rows.widen(place, stage, half, known)
         plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
 
-    def _known(self, segment: _Segment, place: Array) -> Array:
+    def _known(self, kv_split: _KVSplit, place: Array) -> Array:
         """Returns bool[STEP, COLUMNS], whether any row of the tile may see each key of a step."""
         row = plgpu.broadcasted_iota(jnp.int32, (STEP, COLUMNS), 0, layout=NARROW)
-        keys, tile = row + (place + segment.shift) * STEP, segment.tile
-        held = self.steps.held(row, self.steps.holes(self._find(segment, place)))
+        keys, tile = row + (place + kv_split.shift) * STEP, kv_split.tile
+        held = self.steps.held(row, self.steps.holes(self._find(kv_split, place)))
         return held & (keys >= tile.begin) & (keys < tile.end)
 
-    def _clean_values(self, segment: _Segment, place: Array, half: int) -> Array:
+    def _clean_values(self, kv_split: _KVSplit, place: Array, half: int) -> Array:
         """Writes zeros over the values of a half that no row of the tile sees.
 
         Scores of these keys are masked, whether they are computed before this or after it.
@@ -447,8 +447,8 @@ class _Decoder:
         Returns:
           A bit for each hole of the step.
         """
-        tile, key, stage = segment.tile, (place + segment.shift) * STEP, self._stage(place)
-        holes = self.steps.holes(self._find(segment, place))
+        tile, key, stage = kv_split.tile, (place + kv_split.shift) * STEP, self._stage(place)
+        holes = self.steps.holes(self._find(kv_split, place))
         plgpu.commit_smem()  # also a barrier, because the compiler adds none; so is the one below
 
         @pl.when((key < tile.begin) | (key + STEP > tile.end) | (holes != 0))
@@ -460,6 +460,6 @@ class _Decoder:
         plgpu.commit_smem()
         return holes
 
-    def _store_output(self, segment: _Segment, half: int, out: Array) -> None:
+    def _store_output(self, kv_split: _KVSplit, half: int, out: Array) -> None:
         columns = pl.ds(half * self.half, self.half)
-        store(self.operands.segments.out.at[segment.number, self.rows, columns], out)
+        store(self.operands.splits.out.at[kv_split.number, self.rows, columns], out)

@@ -22,14 +22,14 @@ from pallas_kernels._paged_attention.prefill_tasks import (
 )
 from pallas_kernels._paged_attention.rounds import in_rounds
 from pallas_kernels._paged_attention.shared import (
-    SharedSegments,
+    SharedSplits,
     SharedTiles,
     own_tiles,
     row_stride,
     split_shared,
     tile_shared,
 )
-from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, share_out
+from pallas_kernels._paged_attention.tasks import STEP, FixedSplits, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -80,10 +80,10 @@ def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, ou
     queries = queries.astype(shape.compute)
     pieces = divide(arrays, rule, tiles, shape.keys)
     task_map = prefill_tiles(arrays, rule, tiles, shape.keys, pieces)
-    lse, *segments = prefill(
+    lse, *splits = prefill(
         *(shape, _prefill_arrays(arrays, rule, task_map), queries, arrays.pages),
         num_tiles=num_tiles,
-        num_segments=2 * pieces.lanes if pieces else 0,
+        num_splits=2 * pieces.workers if pieces else 0,
         out=out,
     )
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
@@ -94,23 +94,23 @@ def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, ou
     if pieces is None:
         return found
     halves, places = halves_of(tiles, pieces, queries.shape[0])
-    lse = _combine_pieces(arrays, rule, halves, PartialSoftmax(*segments), out)
+    lse = _combine_pieces(arrays, rule, halves, PartialSoftmax(*splits), out)
     place = places[tiles.of_token]
     return jnp.where(place[:, None] < 0, found, lse[place, warpgroup, :, row])
 
 
 def _combine_pieces(
-    arrays: AttentionArrays, rule: AttentionRule, halves: Array, segments: PartialSoftmax, out: Any
+    arrays: AttentionArrays, rule: AttentionRule, halves: Array, splits: PartialSoftmax, out: Any
 ) -> Array:
     """Writes the output of N divided tiles; returns float32[N, 2, heads, 64], the log-sum-exp."""
     of_heads = rule._replace(kv_heads=rule.kv_heads * rule.group, group=1)
     numbers = _numbers_of_heads(arrays, rule)
     numbers = jnp.pad(numbers, ((0, 0), (0, ROWS - 1)), mode="edge")  # the sink of each row
-    num_halves, num_segments = halves.shape[0], segments.out.shape[0]
+    num_halves, num_splits = halves.shape[0], splits.out.shape[0]
     lse = jnp.empty((num_halves, of_heads.kv_heads, ROWS), jnp.float32)
     outputs = Outputs(out, jax.new_ref(lse))
-    given = of_heads, halves, None, numbers, outputs, segments
-    combine(*given, num_lanes=num_halves * num_segments // 2, finished=False)
+    given = of_heads, halves, None, numbers, outputs, splits
+    combine(*given, num_workers=num_halves * num_splits // 2, finished=False)
     return written(outputs.lse).reshape(-1, 2, *lse.shape[1:])
 
 
@@ -181,15 +181,15 @@ def _attend_shared(
     """
     parts, rows_rule = tile_shared(arrays, rule, shared), rule._replace(group=1, causal=False)
     shape = _prefill_shape(arrays, rows_rule)
-    lanes = max(1, _capability.max_thread_blocks(1) // rule.kv_heads)
-    tiles, spans = split_shared(arrays, rule, parts.tiles, shape.keys, lanes)
+    workers = max(1, _capability.max_thread_blocks(1) // rule.kv_heads)
+    tiles, spans = split_shared(arrays, rule, parts.tiles, shape.keys, workers)
     queries = shared_queries(arrays.queries, parts, rule, QUERIES).astype(shape.compute)
     inputs = _prefill_arrays(arrays._replace(sinks=None), rows_rule, tiles)
     flat = queries.reshape(-1, *queries.shape[2:])
-    num_segments = tiles.shape[0]
-    segments = prefill(shape, inputs, flat, arrays.pages, num_segments=num_segments)
-    segments = PartialSoftmax(*segments)
-    common = SharedSegments.of(rule, parts, spans, segments)
+    num_splits = tiles.shape[0]
+    splits = prefill(shape, inputs, flat, arrays.pages, num_splits=num_splits)
+    splits = PartialSoftmax(*splits)
+    common = SharedSplits.of(rule, parts, spans, splits)
     tiles = own_tiles(arrays, rule, parts)
     return lse_of_tokens(_decode(arrays, rule, tiles, out, common), tiles, rule)
 
@@ -199,25 +199,25 @@ def _decode(
     rule: AttentionRule,
     tiles: QueryTiles,
     out: Any,
-    shared: SharedSegments | None = None,
+    shared: SharedSplits | None = None,
 ) -> Array:
     """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
     shape = _decode_shape(arrays, rule, tiles.size * rule.group)
-    fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
+    fixed = FixedSplits.of(rule, arrays.block_tables.shape[1])
     # Others have parts in other kernels, or must be added up in the same way whatever their number.
     # With 8-bit pages, finishing takes so many registers that a thread block less fits on an SM.
     finishes = fixed is None and shared is None and not shape.widens
     numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
-        tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays), fixed)
+        tasks = share_out(tiles, shape.num_workers, used_tokens(arrays), fixed)
         tasks = tasks if shared is None else shared.join(tasks)
         outputs = Outputs(out, jax.new_ref(jnp.empty(queries.shape[:3], jnp.float32)))
         given = shape, tasks, arrays.block_tables, queries, arrays.pages, numbers
-        segments = decode(*given, outputs if finishes else None)
-        linked = None if shared is None else shared.segments
-        given = rule, tasks.tiles, segments, numbers, outputs, linked
-        combine(*given, num_lanes=shape.num_lanes, finished=finishes)
+        splits = decode(*given, outputs if finishes else None)
+        linked = None if shared is None else shared.splits
+        given = rule, tasks.tiles, splits, numbers, outputs, linked
+        combine(*given, num_workers=shape.num_workers, finished=finishes)
         return written(outputs.lse)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)

@@ -202,7 +202,7 @@ def sees(rule: AttentionRule, tile: Bounds, queries: Array, keys: Array) -> Arra
     """Returns whether queries see keys, given the positions of both."""
     seen = keys < tile.end
     if rule.causal:
-        seen &= keys < rule.held_before(queries + 1, tile.rank)
+        seen &= keys < rule.allocated_before(queries + 1, tile.rank)
     if rule.window is not None:
         seen &= keys > queries - rule.window
     if rule.chunk is not None:

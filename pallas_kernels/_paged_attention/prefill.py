@@ -112,7 +112,7 @@ def prefill(
     pages: StridedPages,
     *,
     num_tiles: int = 0,
-    num_segments: int = 0,
+    num_splits: int = 0,
     out: Any = None,
 ) -> Sequence[Array]:
     """Attends from tiles of queries: writes their output, or returns them as segments.
@@ -120,7 +120,7 @@ def prefill(
     Args:
       queries: [T with padding, heads, K], a multiple of 8 tokens, and at least `ROWS`.
       num_tiles: tiles whose output is written; those from this index on are segments.
-      num_segments: the most segments that there can be.
+      num_splits: the most segments that there can be.
       out: the output, [T, heads, V], if there are any tiles that are no segments.
 
     Returns:
@@ -131,9 +131,9 @@ def prefill(
     heads, results = queries.shape[1], list[tuple[int, ...]]()
     if num_tiles:
         results.append((num_tiles, heads, WARPGROUPS, ROWS))
-    if num_segments:
+    if num_splits:
         rows, width = QUERIES + SPARE_ROWS, sum(width for _, width in shape.rule.windows)
-        results += [(num_segments, heads, width, rows), *[(num_segments, heads, rows)] * 2]
+        results += [(num_splits, heads, width, rows), *[(num_splits, heads, rows)] * 2]
     call = plgpu.kernel(
         lambda *refs: _Prefiller(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
         out_type=[jax.ShapeDtypeStruct(result, jnp.float32) for result in results],
@@ -162,17 +162,17 @@ class _Operands(NamedTuple):
     queries: jax.Ref
     pages: jax.Ref
     outputs: Outputs | None
-    segments: PartialSoftmax | None
+    splits: PartialSoftmax | None
 
     @classmethod
     def of(cls, *refs: jax.Ref) -> Self:
         tiles, tables, numbers, queries, pages, *results = refs
-        outputs = segments = None
+        outputs = splits = None
         if len(results) != len(PartialSoftmax._fields):
             outputs, results = Outputs(*results[:2]), results[2:]
         if results:
-            segments = PartialSoftmax(*results)
-        return cls(PrefillArrays(tiles, tables, numbers), queries, pages, outputs, segments)
+            splits = PartialSoftmax(*results)
+        return cls(PrefillArrays(tiles, tables, numbers), queries, pages, outputs, splits)
 
 
 class _Scratch(NamedTuple):
@@ -276,7 +276,7 @@ class _Prefiller:
 
     def __init__(self, shape: PrefillShape, operands: _Operands, scratch: _Scratch) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
-        self.arrays, self.queries, self.pages, self.outputs, self.segments = operands
+        self.arrays, self.queries, self.pages, self.outputs, self.splits = operands
         self.smem = scratch
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
         self.num_blocks = lax.axis_size("block")
@@ -496,15 +496,15 @@ class _Prefiller:
 
     def _finish(self, item: _Item, running: _Running, rows: "_Rows") -> None:
         """Writes the output of a tile, or stores the results of a segment."""
-        outputs, segments, index = self.outputs, self.segments, item.tile.index
-        if outputs is not None and segments is not None:
+        outputs, splits, index = self.outputs, self.splits, item.tile.index
+        if outputs is not None and splits is not None:
             number = index - outputs.lse.shape[0]
             pl.when(number < 0)(lambda: self._write(item, running, rows, outputs))
-            pl.when(number >= 0)(lambda: self._store((number, item.head), running, segments))
+            pl.when(number >= 0)(lambda: self._store((number, item.head), running, splits))
         elif outputs is not None:
             self._write(item, running, rows, outputs)
-        elif segments is not None:
-            self._store((index, item.head), running, segments)
+        elif splits is not None:
+            self._store((index, item.head), running, splits)
 
     def _attend(self, item: _Item, position: Array) -> _Running:
         """Attends to all keys of a tile; the values of the last step are not added yet."""
@@ -676,9 +676,7 @@ class _Prefiller:
 
             plgpu.commit_smem()
 
-    def _store(
-        self, place: tuple[Array, Array], running: _Running, segments: PartialSoftmax
-    ) -> None:
+    def _store(self, place: tuple[Array, Array], running: _Running, splits: PartialSoftmax) -> None:
         """Stores the results of a segment, given its number and the head."""
         rows, row = pl.ds(self.warpgroup * ROWS, ROWS), 0
         # Rows that saw no key have added up values that they do not see, which may be infinite.
@@ -688,11 +686,11 @@ class _Prefiller:
         for first, width in self.rule.windows:
             part = lax.slice(out, (0, first), (ROWS, first + width))
             part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-            store(segments.out.at[(*place, pl.ds(row, width), rows)].T, part)
+            store(splits.out.at[(*place, pl.ds(row, width), rows)].T, part)
             row += width
         highest = jnp.where(seen, running.highest, -jnp.inf)
-        store(segments.highest.at[(*place, rows)], highest)
-        store(segments.total.at[(*place, rows)], running.total.sum(axis=1))
+        store(splits.highest.at[(*place, rows)], highest)
+        store(splits.total.at[(*place, rows)], running.total.sum(axis=1))
 
     def _write(self, item: _Item, running: _Running, rows: "_Rows", outputs: Outputs) -> None:
         """Writes rows to their tokens."""

@@ -78,14 +78,14 @@ class Pieces(NamedTuple):
     """Consecutive steps that N tiles are divided into; several of a tile are segments.
 
     counts: int32[N], pieces of each tile; 1 for most.
-    first_segments: int32[N], the number of the first segment of each tile that has several.
-    lanes: pieces that all steps together would have. At most ``lanes`` tiles have several, and all
-      of these together ``2 * lanes`` at most.
+    first_splits: int32[N], the number of the first segment of each tile that has several.
+    workers: pieces that all steps together would have. At most ``workers`` tiles have several, and
+      all of these together ``2 * workers`` at most.
     """
 
     counts: Array
-    first_segments: Array
-    lanes: int
+    first_splits: Array
+    workers: int
 
 
 def divide(
@@ -100,17 +100,17 @@ def divide(
       None: no step of this shape needs it.
     """
     heads, capacity = rule.kv_heads * rule.group, arrays.block_tables.shape[1] * rule.page_tokens
-    lanes = _capability.max_thread_blocks(1) // heads
-    is_small = arrays.queries.shape[0] <= 2 * QUERIES * lanes
-    if lanes < 2 or not is_small or capacity < 2 * LEAST_STEPS * keys:
+    workers = _capability.max_thread_blocks(1) // heads
+    is_small = arrays.queries.shape[0] <= 2 * QUERIES * workers
+    if workers < 2 or not is_small or capacity < 2 * LEAST_STEPS * keys:
         return None
     first, last = _steps(tiles, keys)
     steps = jnp.where(tiles.counts > 0, last - first, 0)
     total = steps.sum()
-    each = jnp.maximum(lax.div(total + (lanes - 1), lanes), LEAST_STEPS)
+    each = jnp.maximum(lax.div(total + (workers - 1), workers), LEAST_STEPS)
     counts = jnp.where(4 * steps > 5 * each, lax.div(steps + each - 1, each), 1)
-    segments = jnp.where(counts > 1, counts, 0)
-    return Pieces(counts, running_sum(segments) - segments, lanes)
+    splits = jnp.where(counts > 1, counts, 0)
+    return Pieces(counts, running_sum(splits) - splits, workers)
 
 
 def prefill_tiles(
@@ -133,7 +133,7 @@ def prefill_tiles(
     seen_by_last = rule.first_visible(last_query, tiles.chunk_offsets)
     full_begin, full_end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
     if rule.causal:
-        seen_by_all = rule.held_before(tiles.positions + 1, arrays.rank)
+        seen_by_all = rule.allocated_before(tiles.positions + 1, arrays.rank)
         full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
     holed = has_holes(arrays, rule, tiles)
     # The longest pieces come first, whatever their heads.
@@ -180,19 +180,19 @@ def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
 def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
     """Returns the pieces of N tiles, and rows that count none."""
     num_tiles, ends = pieces.counts.shape[0], running_sum(pieces.counts)
-    index = jnp.arange(num_tiles + pieces.lanes)
+    index = jnp.arange(num_tiles + pieces.workers)
     of = jnp.minimum(count_ended(ends, index), num_tiles - 1)
-    added = pieces.counts, pieces.first_segments, ends
-    *found, counts, segments, ends_of = take(jnp.stack([*tile, *added], axis=1), of).T
+    added = pieces.counts, pieces.first_splits, ends
+    *found, counts, splits, ends_of = take(jnp.stack([*tile, *added], axis=1), of).T
     whole, number = PrefillTile(*found), index - (ends_of - counts)
     steps = whole.last_step - whole.first_step
     first = whole.first_step + lax.div(number * steps, counts)
     last = whole.first_step + lax.div((number + 1) * steps, counts)
     full_begin = jnp.clip(whole.full_begin, first, last)
     count = jnp.where(index < ends[-1], whole.count, 0)
-    segment = num_tiles + segments + number
+    kv_split = num_tiles + splits + number
     return whole._replace(
-        index=jnp.where(counts > 1, segment, whole.index),
+        index=jnp.where(counts > 1, kv_split, whole.index),
         count=count,
         first_step=first,
         full_begin=full_begin,
@@ -212,11 +212,11 @@ def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, 
       int32[2 * lanes, ...], a `Tile` and a `Link` per row, and int32[N], the place of each divided
       tile among them, or -1.
     """
-    is_divided, index = pieces.counts > 1, jnp.arange(pieces.lanes)
+    is_divided, index = pieces.counts > 1, jnp.arange(pieces.workers)
     ends = running_sum(is_divided.astype(jnp.int32))
     of = jnp.minimum(count_ended(ends, index), is_divided.shape[0] - 1)
-    columns = tiles.tokens, tiles.skips, tiles.counts, pieces.first_segments, pieces.counts
-    tokens, skips, counts, segments, pieces_of = take(jnp.stack(columns, axis=1), of).T
+    columns = tiles.tokens, tiles.skips, tiles.counts, pieces.first_splits, pieces.counts
+    tokens, skips, counts, splits, pieces_of = take(jnp.stack(columns, axis=1), of).T
     counts = jnp.where(index < ends[-1], counts, 0)
     halves: list[Array] = []
     for first in (0, ROWS):
@@ -228,8 +228,8 @@ def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, 
             "count": jnp.where(counts > first, jnp.minimum(counts, first + ROWS) - shift, 0),
             "used_tokens": zeros + num_rows,  # the padding is cleared elsewhere
         }
-        halves.append(jnp.stack([*Tile(**tile), *Link(segments, pieces_of, zeros + first)], axis=1))
-    table = jnp.stack(halves, axis=1).reshape(2 * pieces.lanes, -1)
+        halves.append(jnp.stack([*Tile(**tile), *Link(splits, pieces_of, zeros + first)], axis=1))
+    table = jnp.stack(halves, axis=1).reshape(2 * pieces.workers, -1)
     return table, jnp.where(is_divided, ends - 1, -1)
 
 
@@ -254,6 +254,6 @@ def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -
     """Returns bool[N]: whether any page that the tile's request may read holds no keys."""
     tables = arrays.block_tables
     columns = jnp.arange(tables.shape[1])[None] * rule.page_tokens
-    read = columns < rule.held_before(arrays.seq_lens, arrays.rank)[:, None]
+    read = columns < rule.allocated_before(arrays.seq_lens, arrays.rank)[:, None]
     holes = read & ((tables < 0) | (tables >= arrays.pages.num_pages))
     return take(holes.any(axis=1), tiles.requests)

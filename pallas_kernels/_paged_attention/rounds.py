@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._paged_attention.tasks import FixedSegments
+from pallas_kernels._paged_attention.tasks import FixedSplits
 from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles
 
 WORKSPACE = 2**28  # bytes of the results of segments
@@ -18,7 +18,7 @@ def in_rounds(
     tiles: QueryTiles,
     queries: Array,
     rule: AttentionRule,
-    fixed: FixedSegments | None,
+    fixed: FixedSplits | None,
 ) -> Any:
     """Attends from tiles, some at a time if they have more segments than fit into `WORKSPACE`.
 

@@ -38,7 +38,7 @@ class SharedTiles(NamedTuple):
     lens: Array
 
 
-class SharedSegments(NamedTuple):
+class SharedSplits(NamedTuple):
     """The segments of shared tiles, and which of them each of B requests takes a part in.
 
     links: int32[B, 3], a `Link` per row.
@@ -46,21 +46,21 @@ class SharedSegments(NamedTuple):
     """
 
     links: Array
-    segments: PartialSoftmax
+    splits: PartialSoftmax
 
     @classmethod
     def of(
-        cls, rule: AttentionRule, shared: SharedTiles, spans: Array, segments: PartialSoftmax
+        cls, rule: AttentionRule, shared: SharedTiles, spans: Array, splits: PartialSoftmax
     ) -> Self:
         """Returns the segments, given int32[N, 2]: the first of each tile, and their number."""
         found = shared.of_request >= 0
         span = spans[jnp.maximum(shared.of_request, 0)]
         link = Link(
-            first_segment=span[:, 0],
-            num_segments=jnp.where(found, span[:, 1], 0),
+            first_split=span[:, 0],
+            num_splits=jnp.where(found, span[:, 1], 0),
             first_row=shared.slots * row_stride(rule),
         )
-        return cls(jnp.stack(link, axis=1), segments)
+        return cls(jnp.stack(link, axis=1), splits)
 
     def join(self, tasks: TaskMap) -> TaskMap:
         """Returns tasks with the links of each tile after its numbers: one array, one launch."""
@@ -116,9 +116,9 @@ def tile_shared(
     # The place of each request among the members, found by comparison: one kernel, no scatter.
     is_place = known & (lens[group] > 0)
     is_place = is_place[None] & (members[None] == jnp.arange(batch)[:, None])
-    place_of = jnp.where(is_place, place[None], -1).max(axis=1)
-    group_of = group[place_of]
-    within, found = place_of - begins[group_of], place_of >= 0
+    placement_of = jnp.where(is_place, place[None], -1).max(axis=1)
+    group_of = group[placement_of]
+    within, found = placement_of - begins[group_of], placement_of >= 0
     return SharedTiles(
         tiles,
         requests=members.at[first[:, None] + slots].get(mode="clip"),
@@ -129,7 +129,7 @@ def tile_shared(
 
 
 def split_shared(
-    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, keys: int, lanes: int
+    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, keys: int, workers: int
 ) -> tuple[Array, Array]:
     """Divides the keys of N tiles into about as many equal segments as there are lanes.
 
@@ -141,16 +141,16 @@ def split_shared(
       tile, and their number.
     """
     steps = -(-tiles.ends // keys)
-    each = jnp.maximum(-(-steps.sum() // lanes), 1)
+    each = jnp.maximum(-(-steps.sum() // workers), 1)
     counts = -(-steps // each)
     ends = running_sum(counts)
-    index = jnp.arange(steps.shape[0] + lanes)
+    index = jnp.arange(steps.shape[0] + workers)
     of = jnp.minimum(count_ended(ends, index), steps.shape[0] - 1)
     first = (index - (ends - counts)[of]) * each
     last = jnp.minimum(first + each, steps[of])
     holed = has_holes(arrays, rule, tiles)[of]
     zeros = jnp.zeros_like(index)
-    segment = PrefillTile(
+    kv_split = PrefillTile(
         index=index,
         request=tiles.requests[of],
         octet=of * (QUERIES // 8),
@@ -166,7 +166,7 @@ def split_shared(
         first_row=jnp.broadcast_to(arrays.pages.first_row(), index.shape),
         **dict.fromkeys(("skip", "position", "chunk_offset", "rank", "begin"), zeros),
     )
-    return jnp.stack(segment, axis=1), jnp.stack([ends - counts, counts], axis=1)
+    return jnp.stack(kv_split, axis=1), jnp.stack([ends - counts, counts], axis=1)
 
 
 def own_tiles(arrays: AttentionArrays, rule: AttentionRule, shared: SharedTiles) -> QueryTiles:

@@ -2,11 +2,11 @@
 
 The steps of all tiles form one line. A lane is an equal part of it, for one thread block per KV
 head, so that a long request takes no more time than its bytes cost. The part of a tile that one
-lane computes is a segment. Lane l and tile t share at most one segment, and its number is l + t,
+lane computes is a segment. Worker l and tile t share at most one segment, and its number is l + t,
 because both ascend along the line.
 
 For bits that do not depend on the other requests, segments are fixed ranges of positions instead,
-and a lane takes whole segments. The segments of a tile are numbered from ``first_segment`` on.
+and a lane takes whole segments. The segments of a tile are numbered from ``first_split`` on.
 """
 
 from typing import NamedTuple, Self
@@ -20,14 +20,14 @@ from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles, cou
 STEP = 64  # keys of a step
 MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
 # Steps of a fixed segment. Those of latent rows are longer, because their results are wider.
-SEGMENT, LATENT_SEGMENT = 16, 32
+SPLIT, LATENT_SPLIT = 16, 32
 
 
-def segment_steps(rule: AttentionRule) -> int | None:
+def split_steps(rule: AttentionRule) -> int | None:
     """Returns the steps of a fixed segment; None if lanes decide where a segment ends."""
     if not rule.reproducible:
         return None
-    return LATENT_SEGMENT if rule.values_in_keys else SEGMENT
+    return LATENT_SPLIT if rule.values_in_keys else SPLIT
 
 
 class Tile(NamedTuple):
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     begin, end: no query of the tile sees keys outside ``begin`` to ``end - 1``.
     first_step: the request's first step that the tile sees.
     line_begin, line_end: the tile's steps on the line of all steps, ``line_end`` excluded.
-    first_segment, num_segments: the segments of the tile.
+    first_split, num_splits: the segments of the tile.
     used_tokens: the number of tokens before the padding, in every row.
     """
 
@@ -57,8 +57,8 @@ class Tile(NamedTuple):
     first_step: Array
     line_begin: Array
     line_end: Array
-    first_segment: Array
-    num_segments: Array
+    first_split: Array
+    num_splits: Array
     used_tokens: Array
 
     @classmethod
@@ -73,13 +73,13 @@ class Tile(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Segments that a tile takes a part in, and its first row in them.
+    """Splits that a tile takes a part in, and its first row in them.
 
     Columns that follow those of a `Tile`.
     """
 
-    first_segment: Array
-    num_segments: Array
+    first_split: Array
+    num_splits: Array
     first_row: Array
 
     @classmethod
@@ -89,7 +89,7 @@ class Link(NamedTuple):
         return cls(*[tiles[index, first + column] for column in range(len(cls._fields))])
 
 
-class Lane(NamedTuple):
+class Worker(NamedTuple):
     """Columns of `TaskMap.lanes`: the tiles of a lane, and its steps on the line."""
 
     first_tile: Array
@@ -98,26 +98,26 @@ class Lane(NamedTuple):
     line_end: Array
 
     @classmethod
-    def load(cls, lanes: jax.Ref, index: Array) -> Self:
+    def load(cls, workers: jax.Ref, index: Array) -> Self:
         """Loads a row of `TaskMap.lanes` within a kernel."""
-        return cls(*[lanes[index, column] for column in range(len(cls._fields))])
+        return cls(*[workers[index, column] for column in range(len(cls._fields))])
 
 
 class TaskMap(NamedTuple):
     """The work of a call.
 
     tiles: int32[N, ...], a `Tile` per row.
-    lanes: int32[L, 4], a `Lane` per row.
-    num_segments: the most segments that there can be.
+    lanes: int32[L, 4], a `Worker` per row.
+    num_splits: the most segments that there can be.
     """
 
     tiles: Array
-    lanes: Array
-    num_segments: int
+    workers: Array
+    num_splits: int
 
 
 def share_out(
-    tiles: QueryTiles, num_lanes: int, used_tokens: Array, fixed: "FixedSegments | None" = None
+    tiles: QueryTiles, num_workers: int, used_tokens: Array, fixed: "FixedSplits | None" = None
 ) -> TaskMap:
     """Divides the steps of tiles among lanes; with ``fixed``, in whole segments of fixed ranges."""
     first_steps, num_tiles = lax.div(tiles.begins, STEP), tiles.begins.shape[0]
@@ -127,30 +127,30 @@ def share_out(
     line_ends = running_sum(steps)
     line_begins, total = line_ends - steps, line_ends[-1]
     # ``longer`` lanes have one step more.
-    least, longer = lax.div(total, num_lanes), lax.rem(total, num_lanes)
-    lanes = jnp.arange(num_lanes)
-    begins = lanes * least + jnp.minimum(lanes, longer)
-    ends = begins + least + (lanes < longer).astype(jnp.int32)
+    least, longer = lax.div(total, num_workers), lax.rem(total, num_workers)
+    workers = jnp.arange(num_workers)
+    begins = workers * least + jnp.minimum(workers, longer)
+    ends = begins + least + (workers < longer).astype(jnp.int32)
 
-    def lane_of(step: Array) -> Array:
+    def worker_of(step: Array) -> Array:
         later = step - longer * (least + 1)
         shorter = longer + lax.div(later, jnp.maximum(least, 1))
         return jnp.where(later < 0, lax.div(step, least + 1), shorter)
 
     if fixed is None:
-        first_lane, last_lane = lane_of(line_begins), lane_of(line_ends - 1)
-        first_segments = first_lane + jnp.arange(num_tiles)
-        num_segments = jnp.where(steps > 0, last_lane - first_lane + 1, 0)
-        most = num_tiles + num_lanes
+        first_worker, last_worker = worker_of(line_begins), worker_of(line_ends - 1)
+        first_splits = first_worker + jnp.arange(num_tiles)
+        num_splits = jnp.where(steps > 0, last_worker - first_worker + 1, 0)
+        most = num_tiles + num_workers
     else:
-        begins = _to_segments((line_begins, line_ends, first_steps), begins, fixed)
+        begins = _to_splits((line_begins, line_ends, first_steps), begins, fixed)
         ends = jnp.append(begins[1:], total)
         last = lax.div(first_steps + steps - 1, fixed.steps)
-        num_segments = jnp.where(steps > 0, last - lax.div(first_steps, fixed.steps) + 1, 0)
-        first_segments = jnp.arange(num_tiles) * fixed.per_tile
+        num_splits = jnp.where(steps > 0, last - lax.div(first_steps, fixed.steps) + 1, 0)
+        first_splits = jnp.arange(num_tiles) * fixed.per_tile
         most = num_tiles * fixed.per_tile
     busy = begins < ends
-    lane = Lane(
+    worker = Worker(
         first_tile=jnp.where(busy, count_ended(line_ends, begins), 0),
         last_tile=jnp.where(busy, count_ended(line_ends, ends - 1), -1),
         line_begin=begins,
@@ -169,15 +169,15 @@ def share_out(
         first_step=first_steps,
         line_begin=line_begins,
         line_end=line_ends,
-        first_segment=first_segments,
-        num_segments=num_segments,
+        first_split=first_splits,
+        num_splits=num_splits,
         used_tokens=jnp.broadcast_to(used_tokens, steps.shape),
     )
-    return TaskMap(jnp.stack(tile, axis=1), jnp.stack(lane, axis=1), most)
+    return TaskMap(jnp.stack(tile, axis=1), jnp.stack(worker, axis=1), most)
 
 
-class FixedSegments(NamedTuple):
-    """Segments of ``steps`` steps each from position 0 on; a tile has at most ``per_tile``."""
+class FixedSplits(NamedTuple):
+    """Splits of ``steps`` steps each from position 0 on; a tile has at most ``per_tile``."""
 
     steps: int
     per_tile: int
@@ -185,14 +185,14 @@ class FixedSegments(NamedTuple):
     @classmethod
     def of(cls, rule: AttentionRule, table_width: int) -> Self | None:
         """Returns the segments of a call; None if lanes decide where a segment ends."""
-        steps = segment_steps(rule)
+        steps = split_steps(rule)
         if steps is None:
             return None
         return cls(steps, -(-table_width * rule.page_tokens // (steps * STEP)))
 
 
-def _to_segments(line: tuple[Array, Array, Array], places: Array, fixed: FixedSegments) -> Array:
-    """Moves places on the line of all steps to the nearest beginning or end of a segment."""
+def _to_splits(line: tuple[Array, Array, Array], places: Array, fixed: FixedSplits) -> Array:
+    """Transfers places on the line of all steps to the nearest beginning or end of a segment."""
     line_begins, line_ends, first_steps = line
     tile = jnp.minimum(count_ended(line_ends, places), line_ends.shape[0] - 1)
     shift = (first_steps - line_begins)[tile]  # from places to steps

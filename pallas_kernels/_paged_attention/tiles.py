@@ -87,7 +87,7 @@ class AttentionRule(NamedTuple):
             first = jnp.maximum(first, positions - within)
         return first
 
-    def held_before(self, positions: Array, rank: Array) -> Array:
+    def allocated_before(self, positions: Array, rank: Array) -> Array:
         """Returns how many of the positions below these belong to the rank."""
         if self.ranks == 1:
             return positions
@@ -280,10 +280,10 @@ def _tiles(
     capacity = arrays.block_tables.shape[1] * rule.page_tokens
     offsets = take(arrays.chunk_offsets, requests)
     begins = jnp.zeros_like(positions)
-    ends = rule.held_before(take(arrays.seq_lens, requests), arrays.rank)
+    ends = rule.allocated_before(take(arrays.seq_lens, requests), arrays.rank)
     if rule.causal:
         begins = rule.first_visible(jnp.maximum(positions + skips, 0), offsets)
-        ends = rule.held_before(positions + counts, arrays.rank)
+        ends = rule.allocated_before(positions + counts, arrays.rank)
     return QueryTiles(
         size,
         *(requests, tokens, skips, counts, positions),

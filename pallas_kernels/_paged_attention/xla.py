@@ -140,7 +140,7 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
     seen = held & (keys >= tiles.begins[:, None, None]) & (keys < tiles.ends[:, None, None])
     if rule.causal:
         queries = (tiles.positions[:, None] + inner)[:, :, None]
-        seen &= keys < rule.held_before(queries + 1, arrays.rank)
+        seen &= keys < rule.allocated_before(queries + 1, arrays.rank)
         seen &= keys >= rule.first_visible(queries, tiles.chunk_offsets[:, None, None])
     return _Round(rows, seen & (inner < tiles.counts[:, None])[:, :, None])
 

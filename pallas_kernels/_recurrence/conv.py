@@ -61,12 +61,12 @@ def convolve_step(
             is_known = (ids >= 0) & (ids < pages.num_pages)
             return first[0] + jnp.where(is_known, ids, 0) * pages.page_step, is_known
 
-        def kept_input(extent: Array, j: int) -> Any:
+        def saved_input(extent: Array, j: int) -> Any:
             column = pl.multiple_of(start + j * channels + part * size, vector)
             return data.at[extent, pl.ds(column, size)]
 
         extent, is_known = page(read_ids[request])
-        before = [load(kept_input(extent, j)) for j in range(kept)]
+        before = [load(saved_input(extent, j)) for j in range(kept)]
         window = [jnp.where(lax.broadcast(is_known, (size,)), b, 0.0) for b in before]
         factors = [load(weights.at[t, place]) for t in range(width)]
         constant = None if bias is None else load(bias.at[place])
@@ -97,7 +97,7 @@ def convolve_step(
                 @pl.when(due)
                 def _(target: Array = target, window: list[Array] = window) -> None:
                     for j, value in enumerate(window):
-                        ref = kept_input(target, j)
+                        ref = saved_input(target, j)
                         ref[...] = value.astype(pages.dtype)
 
     ref = writable(extents)

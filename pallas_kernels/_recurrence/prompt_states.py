@@ -98,7 +98,7 @@ class _Carry(NamedTuple):
     outputs: Array
     before: _Chunk
     chunk: _Chunk
-    ahead: Array
+    lookahead: Array
 
 
 class _StatesKernel:
@@ -233,7 +233,7 @@ class _StatesKernel:
 
         @pl.when((place > self.begin) & (later < self.end))
         def _() -> None:
-            self._fetch(later, carry.ahead, lax.rem(later - self.begin, STAGES))
+            self._fetch(later, carry.lookahead, lax.rem(later - self.begin, STAGES))
 
     def _update(self, place: Array, carry: "_Carry", stage: Array) -> tuple[Array, Array]:
         """Returns the state after a chunk, and its outputs, [values, tokens].

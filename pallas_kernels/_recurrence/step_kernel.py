@@ -135,11 +135,11 @@ class Stepper:
             self._run_piece(item, stage, j, piece, vectors, chosen, write)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             # The stage of the piece before this one is free.
-            ahead = piece + shape.stages - 1
+            lookahead = piece + shape.stages - 1
 
-            @pl.when((piece > 0) & (ahead < shape.pieces))
+            @pl.when((piece > 0) & (lookahead < shape.pieces))
             def _() -> None:
-                self._fetch(item, ahead, lax.rem(ahead, shape.stages))
+                self._fetch(item, lookahead, lax.rem(lookahead, shape.stages))
 
         plgpu.wait_smem_to_gmem(0)
 

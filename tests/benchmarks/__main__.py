@@ -12,6 +12,7 @@ from tests.benchmarks import (
     copies,
     devices,
     host,
+    offload,
     overlap,
     planner,
     prefixes,
@@ -20,7 +21,6 @@ from tests.benchmarks import (
     sharing,
     sleep,
     step,
-    tier,
     timing,
     zero,
 )
@@ -43,7 +43,7 @@ PARTS = {
     "served": comparison.run,
     "sleep": sleep.run,
     "overlap": overlap.run,
-    "tier": tier.run,
+    "offload": offload.run,
     "planner": planner.run,
     "compile": compile.run,
 }

@@ -52,7 +52,7 @@ def make_reader(
     lanes = max(1, _capability.max_thread_blocks(blocks_per_sm) // heads)
 
     def read(places, rows, done, buffer, full):
-        head, lane = lax.axis_index("head"), lax.axis_index("lane")
+        head, lane = lax.axis_index("head"), lax.axis_index("worker")
         begin, end = lane * steps // lanes, (lane + 1) * steps // lanes
 
         def fetch(step):
@@ -79,7 +79,7 @@ def make_reader(
         read,
         out_type=jax.ShapeDtypeStruct((heads, lanes), jnp.int32),
         grid=(heads, lanes),
-        grid_names=("head", "lane"),
+        grid_names=("head", "worker"),
         kernel_name="read_pages",
         scratch_types=[
             plgpu.SMEM((stages, STEP, words), jnp.uint32),

@@ -85,10 +85,10 @@ def _decode(report: Report, peer: VllmPeer | None, name: str, count: int) -> Non
     work = dict.fromkeys(range(count), 1)
     settle()
     ours = _figure(functools.partial(manager.step, shape, work), steps)
-    ahead = _figure(functools.partial(_grow_and_step, manager, shape, work), steps // 2)
+    lookahead = _figure(functools.partial(_grow_and_step, manager, shape, work), steps // 2)
     text = f"{name:<17} {count:5,} requests  jaxkv {ours.wall:6.1f} ({ours.thread:.1f}; "
-    text += f"p99 {ours.p99:.1f}; after grow {ahead.wall:.1f})"
-    figures = {"jaxkv": ours.wall, "jaxkv_thread": ours.thread, "jaxkv_grow": ahead.wall}
+    text += f"p99 {ours.p99:.1f}; after grow {lookahead.wall:.1f})"
+    figures = {"jaxkv": ours.wall, "jaxkv_thread": ours.thread, "jaxkv_grow": lookahead.wall}
     if peer is not None:
         books = VllmBooks(peer, plan)
         for i in range(count):
@@ -284,7 +284,7 @@ def _engine(count: int) -> tuple[Any, list[float]]:
     from jaxkv._src.engine import Engine
 
     def forward(params: Any, step: Any) -> Any:
-        for layer in step.batch.layout.layer_index:
+        for layer in step.batch.layout.layer_numbers:
             x = jnp.zeros((step.token_ids.size, 1, 1), jnp.bfloat16)
             step.attend(layer, x, x, x)
         return jnp.zeros((step.batch.shape.batch_size, 1024))

@@ -28,13 +28,13 @@ class Sizes(NamedTuple):
 
 
 class Data(NamedTuple):
-    """pool: int32[layers, num_blocks, page]. parked: int32[layers, moved, page], on the host."""
+    """pool: int32[layers, num_blocks, page]. swapped: int32[layers, moved, page], on the host."""
 
     weights: list[Array]
     tokens: Array
     pool: Array
     ids: Array
-    parked: Array
+    swapped: Array
 
 
 def run(report: Report, peer: VllmPeer | None) -> None:
@@ -50,8 +50,8 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.note(f"{'a step alone':<44} {1e3 * alone:8.3f}", seconds=alone)
     for what, move in {"stored": _store, "loaded": _load}.items():
         by_itself = _seconds(data, sizes.steps, _program(move))
-        rate = data.parked.nbytes / by_itself / 1e9
-        name = f"{data.parked.nbytes / 2**20:g} MiB {what}"
+        rate = data.swapped.nbytes / by_itself / 1e9
+        name = f"{data.swapped.nbytes / 2**20:g} MiB {what}"
         report.note(f"{name:<44} {1e3 * by_itself:8.3f}, {rate:.1f} GB/s", seconds=by_itself)
         for where, programs in {
             "in steps": [_program(_step, move)],
@@ -66,14 +66,14 @@ def run(report: Report, peer: VllmPeer | None) -> None:
 
 def _make(sizes: Sizes) -> Data:
     rows = jnp.arange(sizes.layers * sizes.moved * sizes.page, dtype=jnp.int32)
-    parked = rows.reshape(sizes.layers, sizes.moved, sizes.page)
+    swapped = rows.reshape(sizes.layers, sizes.moved, sizes.page)
     on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     return Data(
         [jnp.full(sizes.weights, 0.01, jnp.bfloat16) for _ in range(sizes.layers)],
         jnp.ones((16, sizes.weights[0]), jnp.bfloat16),
         jnp.zeros((sizes.layers, sizes.num_blocks, sizes.page), jnp.int32),
         jnp.arange(sizes.moved, dtype=jnp.int32) * (sizes.num_blocks // sizes.moved),
-        jax.device_put(parked, on_host),
+        jax.device_put(swapped, on_host),
     )
 
 
@@ -91,11 +91,11 @@ def _step(data: Data) -> dict[str, Any]:
 
 
 def _store(data: Data) -> dict[str, Any]:
-    return {"parked": jax.device_put(data.pool[:, data.ids], HOST)}
+    return {"swapped": jax.device_put(data.pool[:, data.ids], HOST)}
 
 
 def _load(data: Data) -> dict[str, Any]:
-    blocks = jax.device_put(data.parked, DEVICE)
+    blocks = jax.device_put(data.swapped, DEVICE)
     return {"pool": data.pool.at[:, data.ids].set(blocks, unique_indices=True)}
 
 

@@ -25,10 +25,10 @@ from pallas_kernels._paged_attention.prefill_tasks import (
 from pallas_kernels._paged_attention.tasks import (
     MAX_COMPARED,
     STEP,
-    FixedSegments,
-    Lane,
+    FixedSplits,
     Link,
     Tile,
+    Worker,
     running_sum,
     share_out,
 )
@@ -269,14 +269,14 @@ def test_granules_of_a_step_lie_where_its_keys_are(page_tokens: int, size: int) 
         ids[1] = np.where(are_holes, rng.choice([-2, -1, PAGES, PAGES + 1], 3), ids[1])
         tables = as_ids(ids)
         for step in range(-(-3 * page_tokens // size)):
-            rows, are_held, is_same = map(np.asarray, find(tables, jnp.int32(step)))
+            rows, are_allocated, is_same = map(np.asarray, find(tables, jnp.int32(step)))
             keys = np.arange(step * size, min((step + 1) * size, 3 * page_tokens))
             pages = tables[1, keys // page_tokens]
             held = (pages >= 0) & (pages < PAGES)
             inner = np.where(held, pages, 0) * steps.page_rows + keys % page_tokens
             found = np.repeat(rows, steps.granule) + np.tile(np.arange(steps.granule), len(rows))
             assert (found[keys % size] == first_row + inner).all()
-            assert (are_held[keys % size] == held).all() and is_same
+            assert (are_allocated[keys % size] == held).all() and is_same
 
 
 @pytest.mark.parametrize("size", [1, MAX_COMPARED, MAX_COMPARED + 1])
@@ -294,10 +294,10 @@ def test_parts_of_a_value_are_as_few_as_cover_it(width: int) -> None:
     assert all(size % 64 == 0 for _, size in windows)
 
 
-@pytest.mark.parametrize("fixed", [None, FixedSegments(1, 30), FixedSegments(8, 4)], ids=str)
-@pytest.mark.parametrize("num_lanes", [1, 3, 17])
+@pytest.mark.parametrize("fixed", [None, FixedSplits(1, 30), FixedSplits(8, 4)], ids=str)
+@pytest.mark.parametrize("num_workers", [1, 3, 17])
 def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
-    num_lanes: int, fixed: FixedSegments | None
+    num_workers: int, fixed: FixedSplits | None
 ) -> None:
     share = jax.jit(share_out, static_argnums=(1, 3))
     for seed in range(20):
@@ -307,35 +307,35 @@ def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
         numbers = as_ids(rng.integers(0, 999, (7, 6)))  # from the requests to the ranks
         keys = as_ids(begins), as_ids(ends)
         tiles = QueryTiles(3, *numbers, *keys, *as_ids(np.zeros((2, 6))))
-        tasks = share(tiles, num_lanes, np.int32(seed), fixed)
+        tasks = share(tiles, num_workers, np.int32(seed), fixed)
         for index, row in enumerate(np.asarray(tasks.tiles).tolist()):
             check_numbers(Tile(*row), tiles, index)
             assert (Tile(*row).token, Tile(*row).used_tokens) == (tiles.tokens[index], seed)
         # Those without keys, such as padding, take no step.
         steps = np.where(ends > begins, -(-ends // STEP) - begins // STEP, 0)
-        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, steps, fixed)
+        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.workers), begins, steps, fixed)
         if fixed is not None:
             last = Tile(*np.asarray(tasks.tiles)[-1].tolist())
-            assert last.first_segment + last.num_segments <= tasks.num_segments == 6 * fixed[1]
+            assert last.first_split + last.num_splits <= tasks.num_splits == 6 * fixed[1]
 
 
 def check_lanes(
-    tiles: np.ndarray, lanes: np.ndarray, begins, num_steps, fixed: FixedSegments | None
+    tiles: np.ndarray, workers: np.ndarray, begins, num_steps, fixed: FixedSplits | None
 ) -> None:
-    segments: dict[int, list[int]] = {tile: [] for tile in range(len(tiles))}
+    splits: dict[int, list[int]] = {tile: [] for tile in range(len(tiles))}
     steps: list[tuple[int, int]] = []
     lengths = []
-    for number, row in enumerate(lanes):
-        lane = Lane(*row.tolist())
-        lengths.append(lane.line_end - lane.line_begin)
-        for index in range(lane.first_tile, lane.last_tile + 1):
+    for number, row in enumerate(workers):
+        worker = Worker(*row.tolist())
+        lengths.append(worker.line_end - worker.line_begin)
+        for index in range(worker.first_tile, worker.last_tile + 1):
             tile = Tile(*tiles[index].tolist())
-            first = max(lane.line_begin, tile.line_begin)
-            last = min(lane.line_end, tile.line_end)
+            first = max(worker.line_begin, tile.line_begin)
+            last = min(worker.line_end, tile.line_end)
             if first < last:
                 offset = tile.first_step - tile.line_begin
                 steps += [(index, step + offset) for step in range(first, last)]
-                segments[index] += [number + index]
+                splits[index] += [number + index]
                 if fixed is not None:  # whole ranges, by their order
                     inner = {offset + first, offset + last} - {
                         tile.first_step,
@@ -343,8 +343,8 @@ def check_lanes(
                     }
                     assert all(step % fixed.steps == 0 for step in inner)
                     ranges = {step // fixed.steps for step in range(first + offset, last + offset)}
-                    base = tile.first_segment - tile.first_step // fixed.steps
-                    segments[index] = segments[index][:-1] + [base + k for k in sorted(ranges)]
+                    base = tile.first_split - tile.first_step // fixed.steps
+                    splits[index] = splits[index][:-1] + [base + k for k in sorted(ranges)]
     wanted = [
         (tile, begin // STEP + step)
         for tile, (begin, count) in enumerate(zip(begins, num_steps, strict=True))
@@ -352,13 +352,13 @@ def check_lanes(
     ]
     assert steps == wanted, "each step once, in order"
     assert max(lengths) - min(lengths) <= (1 if fixed is None else fixed.steps + 1)
-    numbers = [number for of_tile in segments.values() for number in of_tile]
+    numbers = [number for of_tile in splits.values() for number in of_tile]
     assert len(set(numbers)) == len(numbers), "two segments have one place"
-    for index, of_tile in segments.items():
+    for index, of_tile in splits.items():
         tile = Tile(*tiles[index].tolist())
-        assert tile.num_segments == len(of_tile)
+        assert tile.num_splits == len(of_tile)
         if of_tile:
-            assert of_tile == list(range(tile.first_segment, tile.first_segment + len(of_tile)))
+            assert of_tile == list(range(tile.first_split, tile.first_split + len(of_tile)))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -383,45 +383,45 @@ def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_s
 
 
 @pytest.mark.parametrize(
-    ("name", "lanes"), [("all keys", 5), ("all keys", 40), ("a window", 40), ("interleaved", 5)]
+    ("name", "workers"), [("all keys", 5), ("all keys", 40), ("a window", 40), ("interleaved", 5)]
 )
-def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkeypatch) -> None:
-    rule, cut, num_segments = rule_of(name), Cut(128, align=8, least=2), 0
+def test_pieces_take_each_step_of_a_long_tile_once(name: str, workers: int, monkeypatch) -> None:
+    rule, cut, num_splits = rule_of(name), Cut(128, align=8, least=2), 0
     rule = rule._replace(kv_heads=2, group=3)
-    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 6 * lanes + 5)
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 6 * workers + 5)
     monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, cut)
         pieces = divide(arrays, rule, tiles, KEYS)
-        assert pieces is not None and pieces.lanes == lanes
+        assert pieces is not None and pieces.workers == workers
         whole = [PrefillTile(*row) for row in prefill_tiles(arrays, rule, tiles, KEYS).tolist()]
         rows = prefill_tiles(arrays, rule, tiles, KEYS, pieces).tolist()
         rows = [PrefillTile(*row) for row in rows if PrefillTile(*row).count]
         assert {(row.num_tiles, row.heads_together) for row in rows} <= {(len(rows), 2)}
         steps = [row.last_step - row.first_step for row in rows]
         assert steps == sorted(steps, reverse=True), "the longest first"
-        firsts, counts = np.asarray(pieces.first_segments), np.asarray(pieces.counts)
+        firsts, counts = np.asarray(pieces.first_splits), np.asarray(pieces.counts)
         assert len(rows) == sum(counts[row.index] for row in whole if row.count)
         total = sum(row.last_step - row.first_step for row in whole if row.count)
         for row in whole:
             if row.count:
-                segments = range(firsts[row.index], firsts[row.index] + counts[row.index])
-                index = [len(counts) + i for i in segments] if len(segments) > 1 else [row.index]
+                splits = range(firsts[row.index], firsts[row.index] + counts[row.index])
+                index = [len(counts) + i for i in splits] if len(splits) > 1 else [row.index]
                 check_pieces(row, [next(r for r in rows if r.index == i) for i in index])
-                longest = max(1, -(-total // lanes))
+                longest = max(1, -(-total // workers))
                 length = row.last_step - row.first_step
                 assert (len(index) > 1) == (length > 1.25 * longest)
                 assert -(-length // len(index)) <= 1.25 * longest
         used = [row.index - len(counts) for row in rows if row.index >= len(counts)]
-        assert sorted(used) == list(range(len(used))) and len(used) <= 2 * lanes
+        assert sorted(used) == list(range(len(used))) and len(used) <= 2 * workers
         check_halves(tiles, *halves_of(tiles, pieces, max(96, ROWS)), pieces.counts)
-        num_segments += len(used)
-    assert num_segments
+        num_splits += len(used)
+    assert num_splits
 
 
 @pytest.mark.parametrize(
-    ("lanes", "least", "queries", "most"),
+    ("workers", "least", "queries", "most"),
     [
         (2, 3, 512, 2),
         (1, 3, 256, None),
@@ -432,10 +432,10 @@ def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkey
     ],
 )
 def test_tiles_are_divided_where_thread_blocks_are_left_into_pieces_of_enough_steps(
-    lanes: int, least: int, queries: int, most: int | None, monkeypatch
+    workers: int, least: int, queries: int, most: int | None, monkeypatch
 ) -> None:
     """A table has 6 steps."""
-    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: lanes)
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: workers)
     monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", least)
     rule = rule_of("all keys")
     (arrays,) = itertools.islice(batches(rule), 1)
@@ -464,7 +464,7 @@ def test_rounds_are_as_few_as_the_workspace_allows_and_alike(
         sizes.append(len(tiles.requests))
         return tiles.ends, queries
 
-    ends, found = rounds.in_rounds(run, tiles, queries, rule, FixedSegments(2, 3))
+    ends, found = rounds.in_rounds(run, tiles, queries, rule, FixedSplits(2, 3))
     assert sizes == [at_once]
     np.testing.assert_array_equal(ends, numbers)
     np.testing.assert_array_equal(found, queries)
@@ -548,10 +548,10 @@ def test_lanes_take_all_thread_blocks_that_the_gpu_has_at_once(monkeypatch) -> N
     for kv_heads, group in itertools.product((1, 2, 8, 40), (1, 8)):
         rule = rule_of("all keys")._replace(kv_heads=kv_heads, group=group)
         decode = mosaic._decode_shape(call_of(rule, "bfloat16"), rule, 8)
-        assert decode.num_lanes == max(1, 13 * decode.thread_blocks_per_sm // kv_heads)
+        assert decode.num_workers == max(1, 13 * decode.thread_blocks_per_sm // kv_heads)
     for blocks_of_rows in (1, 2, 8, 16):
         latents = decode._replace(rows=64 * blocks_of_rows)
-        assert mla_decode.num_lanes(latents) == max(1, 13 // blocks_of_rows)
+        assert mla_decode.num_workers(latents) == max(1, 13 // blocks_of_rows)
 
 
 @needs_mosaic
@@ -699,10 +699,10 @@ def test_padding_takes_no_part_of_the_lanes() -> None:
         )
         for count in (BATCH, 2)
     )
-    assert (full.lanes == few.lanes).all()
-    segments = Tile._fields.index("num_segments")
-    assert full.tiles[:2, segments].tolist() == few.tiles[:, segments].tolist()
-    assert full.tiles[2:, segments].tolist() == [0, 0]
+    assert (full.workers == few.workers).all()
+    splits = Tile._fields.index("num_splits")
+    assert full.tiles[:2, splits].tolist() == few.tiles[:, splits].tolist()
+    assert full.tiles[2:, splits].tolist() == [0, 0]
 
 
 @needs_mosaic

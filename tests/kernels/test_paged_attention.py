@@ -624,14 +624,14 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
     poison_outputs(monkeypatch)
     monkeypatch.setattr(mosaic, "MAX_ROWS", 16)
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
-    monkeypatch.setattr(tasks, "SEGMENT", 2)  # of reproducible attention
+    monkeypatch.setattr(tasks, "SPLIT", 2)  # of reproducible attention
     monkeypatch.setattr(rounds, "WORKSPACE", 20_000)
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)  # one KV head after another
     monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
     # Of few steps each where nobody may miss the last arrival at a barrier.
     thread_blocks = 3 if HAS_LATE_BARRIERS else 8
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
-    monkeypatch.setattr(DecodeShape, "num_lanes", thread_blocks)
+    monkeypatch.setattr(DecodeShape, "num_workers", thread_blocks)
     case, lens, loc = INTERPRETED[name]
     given = make(case, lens, loc, seed=16 if case.firsts else 0)
     if case.firsts:
@@ -660,12 +660,12 @@ def test_thread_blocks_that_combine_cover_all_columns_and_load_at_most_1024(valu
     """Of a row, over all segments: more do not fit into the registers of a warpgroup."""
     from pallas_kernels._paged_attention.combine import _Split
 
-    for lanes, tiles in itertools.product((1, 8, 15, 66, 132, 528), (1, 2, 7, 64, 4096)):
-        split = _Split.of(value_width, lanes, tiles)
+    for workers, tiles in itertools.product((1, 8, 15, 66, 132, 528), (1, 2, 7, 64, 4096)):
+        split = _Split.of(value_width, workers, tiles)
         assert value_width % split.width == 0
         assert split.together * split.width <= 1024
         assert split.together >= 2, "a tile that is not whole has two"
-        assert split.warpgroups == (4 if lanes > 15 * tiles else 1)
+        assert split.warpgroups == (4 if workers > 15 * tiles else 1)
 
 
 class Shape(NamedTuple):

@@ -112,7 +112,7 @@ def test_mosaic_attends_to_latents_in_interpret_mode(
     # Of few steps each where nobody may miss the last arrival at a barrier.
     thread_blocks = 2 if HAS_LATE_BARRIERS else 8
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
-    monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)  # of reproducible attention
+    monkeypatch.setattr(tasks, "LATENT_SPLIT", 2)  # of reproducible attention
     monkeypatch.setattr(rounds, "WORKSPACE", 300_000)  # two tiles at a time
     case, lens, loc, seed = INTERPRETED[name]
     check(case, make(case, lens, loc, seed), "mosaic_gpu")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import _capability, paged_attention
 from pallas_kernels._paged_attention import rounds, tasks
-from pallas_kernels._paged_attention.arguments import _whole_segments
+from pallas_kernels._paged_attention.arguments import _whole_splits
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.kernels.test_attention_tasks import rule_of
 from tests.kernels.test_paged_attention import lower
@@ -213,8 +213,8 @@ def small_gpu(monkeypatch) -> None:
 
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
-    monkeypatch.setattr(tasks, "SEGMENT", 2)
-    monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)
+    monkeypatch.setattr(tasks, "SPLIT", 2)
+    monkeypatch.setattr(tasks, "LATENT_SPLIT", 2)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
@@ -232,14 +232,14 @@ def test_mosaic_gives_a_token_the_same_bits_in_interpret_mode() -> None:
 def test_tables_that_begin_anywhere_have_each_page_in_one_place_of_a_segment(
     steps: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr(tasks, "SEGMENT", steps)
+    monkeypatch.setattr(tasks, "SPLIT", steps)
     for page in [24, 96, 100, 192]:
         rule = rule_of("a window")._replace(page_tokens=page, reproducible=True)
         pages = np.arange(40)[:, None] + np.arange(3)[None]  # tables that begin with any page
         arrays = map(jnp.asarray, (as_ids(pages), as_ids(pages[:, 0] * page)))
-        found, firsts = _whole_segments(rule, *arrays)
+        found, firsts = _whole_splits(rule, *arrays)
         width = found.shape[1] * page
-        fixed = tasks.FixedSegments.of(rule, found.shape[1])
+        fixed = tasks.FixedSplits.of(rule, found.shape[1])
         assert fixed == (steps, -(-width // (steps * tasks.STEP)))
         assert (np.asarray(firsts) % (steps * tasks.STEP) == 0).all()
         for table, first, held in zip(*map(np.asarray, (found, firsts)), pages, strict=True):
@@ -256,8 +256,8 @@ def test_segments_that_lanes_decide_are_found(monkeypatch) -> None:
     """So the tests see a dependence on others, and splits are what it comes from."""
     from pallas_kernels._paged_attention import decode, mosaic
 
-    monkeypatch.setattr(decode, "segment_steps", lambda rule: None)
-    monkeypatch.setattr(mosaic.FixedSegments, "of", lambda rule, width: None)
+    monkeypatch.setattr(decode, "split_steps", lambda rule: None)
+    monkeypatch.setattr(mosaic.FixedSplits, "of", lambda rule, width: None)
     case = Case(((2, 0, 3),), page_tokens=64)
     with pytest.raises(AssertionError, match="position 179 has other bits"):
         check_same_bits(case, Place(0, 1, 180, 1, seed=2), make_attend(case, "mosaic_gpu"))
@@ -278,29 +278,29 @@ def test_segments_have_the_same_sum_however_many_lanes_there_are(latent: bool, m
     rows, count = (2, 4) if latent else (8, 6)
     rule = rule_of("all keys")._replace(group=rows, value_width=width, reproducible=True)
     fields = dict.fromkeys(tasks.Tile._fields, 0) | {"count": 1, "used_tokens": 1}
-    tiles = as_ids([[*(fields | {"num_segments": count}).values()]])
+    tiles = as_ids([[*(fields | {"num_splits": count}).values()]])
     shape = (count, rows) if latent else (count, 1, rows)
     of_values = (count, rows, width) if latent else (count, 1, width, rows)
     highest = np.sort(rng.normal(size=shape), axis=0)  # so that each shrinks the sum before it
     parts = rng.normal(size=of_values), highest, rng.uniform(1, 9, shape)
-    segments = PartialSoftmax(*(jnp.asarray(part, jnp.float32) for part in parts))
+    splits = PartialSoftmax(*(jnp.asarray(part, jnp.float32) for part in parts))
     numbers = jnp.ones((1, SINKS + rows), jnp.float32)
     # All bits, where Mosaic can store them transposed; the log-sum-exp has all of them anyway.
     dtype = jnp.bfloat16 if ON_GPU and not latent else jnp.float32
 
     @functools.partial(jax.jit, static_argnums=0)
-    def add_up(lanes: int, segments: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
+    def add_up(workers: int, splits: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
         out = jax.new_ref(jnp.zeros((1, rows, width), dtype))
         if latent:
-            task_map = tasks.TaskMap(jnp.asarray(tiles), jnp.zeros((lanes, 4), jnp.int32), count)
-            return combine_latents(rule, task_map, segments, numbers, out), written(out)
+            task_map = tasks.TaskMap(jnp.asarray(tiles), jnp.zeros((workers, 4), jnp.int32), count)
+            return combine_latents(rule, task_map, splits, numbers, out), written(out)
         lse = jax.new_ref(jnp.zeros((1, 1, rows), jnp.float32))
-        given = rule, jnp.asarray(tiles), segments, numbers, Outputs(out, lse)
-        combine.combine(*given, num_lanes=lanes, finished=False)
+        given = rule, jnp.asarray(tiles), splits, numbers, Outputs(out, lse)
+        combine.combine(*given, num_workers=workers, finished=False)
         return written(lse), written(out)
 
     with kernels_run():
-        few, many = [jax.tree.map(np.asarray, add_up(lanes, segments)) for lanes in (1, 90)]
+        few, many = [jax.tree.map(np.asarray, add_up(workers, splits)) for workers in (1, 90)]
     assert np.isfinite(few[0]).all() and few[1].all()
     jax.tree.map(np.testing.assert_array_equal, few, many)
 

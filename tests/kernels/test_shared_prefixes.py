@@ -189,8 +189,8 @@ def test_a_tile_has_as_many_requests_as_fit_its_rows_and_at_least_one(latent: bo
         assert shared_tiles.tile_size(rule) == max(fitting, default=1)
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 8])
-def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lanes: int) -> None:
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(workers: int) -> None:
     rule, keys = rule_of("all keys")._replace(group=3, kv_heads=2), 128
     zeros, forms = as_ids([0] * 4), list(batches(rule, each_one=True))
 
@@ -199,8 +199,8 @@ def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lane
         given = forms[0]._replace(block_tables=tables, seq_lens=lens)
         of_tiles = requests, zeros, zeros, counts
         tiles = shared_tiles.QueryTiles(40, *of_tiles, *[zeros] * 4, ends, zeros, zeros)
-        segments = shared_tiles.split_shared(given, rule, tiles, keys, lanes)
-        return *segments, has_holes(given, rule, tiles)
+        splits = shared_tiles.split_shared(given, rule, tiles, keys, workers)
+        return *splits, has_holes(given, rule, tiles)
 
     num_holed = 0
     for seed in range(18):
@@ -212,7 +212,7 @@ def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lane
         found, spans, holed = map(np.asarray, split(*given))
         num_holed += (holed & (ends >= keys)).sum()
         steps = -(-ends // keys)
-        each = max(1, -(-steps.sum() // lanes))
+        each = max(1, -(-steps.sum() // workers))
         wanted = [
             PrefillTile(
                 index=0,
@@ -234,7 +234,7 @@ def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lane
             for first in range(0, steps[tile], each)
         ]
         wanted = [row._replace(index=i, num_tiles=len(wanted)) for i, row in enumerate(wanted)]
-        assert len(wanted) <= len(found) == 4 + lanes
+        assert len(wanted) <= len(found) == 4 + workers
         assert found[: len(wanted)].tolist() == [list(map(int, row)) for row in wanted]
         assert (found[:, PrefillTile._fields.index("num_tiles")] == len(wanted)).all()
         numbers = -(-steps // each)

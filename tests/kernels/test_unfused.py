@@ -118,8 +118,8 @@ def small_and_interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_kernels._paged_attention import rounds, tasks
 
     monkeypatch.setattr(rounds, "WORKSPACE", 1)  # each tile needs a round
-    monkeypatch.setattr(tasks, "SEGMENT", 2)
-    monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)
+    monkeypatch.setattr(tasks, "SPLIT", 2)
+    monkeypatch.setattr(tasks, "LATENT_SPLIT", 2)
     if not ON_GPU:
         monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
         monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)

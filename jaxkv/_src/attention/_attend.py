@@ -8,9 +8,9 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.attention._kernel import AttentionRule, attend_to_layer
-from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_choice, check_number
-from jaxkv._src.internal.kept import kept_jit
+from jaxkv._src.internal.persistent_jit import persistent_jit
 from jaxkv._src.pool import (
     SAME,
     BoundLayer,
@@ -40,7 +40,7 @@ def attend(
     soft_cap: float | None = None,
     sinks: Array | None = None,
     row_packing: RowPacking | None = None,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
     """Writes a step's keys and values into a layer, then attends by the layer's own rule.
@@ -58,8 +58,8 @@ def attend(
     values are masked as well as scores. Padding gets zeros.
 
     Layers that are alike share one trace and one lowering, so loop over them in Python: XLA
-    computes once per step what they have in common. In ``jax.lax.scan``, by ``period``, it computes
-    that in every iteration, in about ten small kernels.
+    computes once per step what they have in common. In ``jax.lax.scan``, by ``layer_index``, it
+    computes that in every iteration, in about ten small kernels.
 
     A batch of another step than the cache's sets an error flag (`jaxkv.check_errors`). Nothing can
     tell that a model dropped the cache that this function returned, or that a loop kept an old one:
@@ -93,7 +93,7 @@ def attend(
       row_packing: ``"fp8_ds_mla"`` for a layer whose latent rows are packed into its
         ``bytes_per_token``: 656 for 512 + 64 elements; see `pallas_kernels.PackedRow`. ``attend``
         packs ``keys``, and does not use the K scale. None: rows are elements of the layer's dtype.
-      period: int32[], may be traced: attends to layer ``cache.period_layers(layer)[period]``
+      period: int32[], may be traced: attends to layer ``cache.stacked_layers(layer)[period]``
         instead of ``layer``; see `write_tokens`.
       implementation: as for `pallas_kernels.paged_attention`. None: Mosaic on GPUs that support
         it, if it supports the layer and the queries (16-bit queries, heads of 64 to 256, pages
@@ -111,7 +111,7 @@ def attend(
       ValueError: shapes that do not fit the layer and the batch; ``row_packing`` of a layer whose
         rows have another size; context parallelism without a mesh axis.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     rule = _rule(layer, bound, queries, scale, soft_cap, row_packing)
     if sinks is not None:
         check_array(sinks=sinks)
@@ -124,7 +124,7 @@ def attend(
     return put_back(cache, layer, bound, buffer), out
 
 
-@kept_jit
+@persistent_jit
 def _attend(
     bound: BoundLayer,
     queries: Array,

@@ -17,7 +17,7 @@ from jaxkv._src.attention._page_list_errors import BAD_PAGE_ID, PageListError
 from jaxkv._src.attention._page_lists import PageLists
 from jaxkv._src.attention._page_tables import checked_sizes, page_ids, page_tables
 from jaxkv._src.attention._segments import NULL_PAGE, PageTables
-from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import FlagsError
 from jaxkv._src.internal.indexing import bit, gather_bits, within
 from jaxkv._src.internal.jit_int32 import jit_int32
@@ -87,7 +87,7 @@ def block_mask_indices(lists: PageLists) -> BlockMaskIndices:
 
 
 def physical_to_logical(
-    cache: KVCache, layer: str, batch: StepBatch, *, period: Period = None
+    cache: KVCache, layer: str, batch: StepBatch, *, layer_index: LayerIndex = None
 ) -> PhysicalToLogical:
     """Maps the pages of a layer to the pages of a step's requests.
 
@@ -103,19 +103,19 @@ def physical_to_logical(
     Raises:
       TypeError, ValueError: as for `build_page_lists`.
     """
-    sizes = checked_sizes(cache, layer, batch, period)
+    sizes = checked_sizes(cache, layer, batch, layer_index)
 
-    def build(cache: KVCache, batch: StepBatch, period: Period) -> PhysicalToLogical:
+    def build(cache: KVCache, batch: StepBatch, layer_index: LayerIndex) -> PhysicalToLogical:
         tables = page_tables(batch, layer)
         mapped, flags = map_pages(tables, batch.seq_lens, sizes=sizes)
-        _, first_page, bad_period = page_ids(mapped, batch, layer, period)
+        _, first_page, bad_layer_index = page_ids(mapped, batch, layer, layer_index)
         return PhysicalToLogical(
-            logical_pages=jnp.where(bad_period > 0, -1, mapped),
+            logical_pages=jnp.where(bad_layer_index > 0, -1, mapped),
             first_page=first_page,
-            error_flags=flags | bad_period,
+            error_flags=flags | bad_layer_index,
         )
 
-    return on_devices(build, cache, batch, period, in_specs=(SAME, SAME), out_specs=SAME)
+    return on_devices(build, cache, batch, layer_index, in_specs=(SAME, SAME), out_specs=SAME)
 
 
 @functools.partial(jax.jit, static_argnames="sizes")

@@ -1,6 +1,6 @@
 """Error flags of page lists, set on the device and read by the host."""
 
-from jaxkv._src.cache import BAD_BATCH, BAD_PERIOD
+from jaxkv._src.cache import BAD_BATCH, BAD_LAYER_INDEX
 from jaxkv._src.internal.checks import FlagsError
 
 TOO_MANY_PAGES = 1
@@ -23,7 +23,7 @@ _REASONS = {
         "query_start_loc that decreases or passes the shape's max_tokens, or num_computed_tokens "
         "below 0 or too large; nothing is listed"
     ),
-    BAD_PERIOD: "a period beyond the layers of its group; every page is null",
+    BAD_LAYER_INDEX: "a period beyond the layers of its group; every page is null",
 }
 
 

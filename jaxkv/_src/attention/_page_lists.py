@@ -29,7 +29,7 @@ from jaxkv._src.attention._segments import (
     find_segments,
     list_pairs,
 )
-from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import FlagsError
 from jaxkv._src.internal.indexing import bit, gather_bits
 from jaxkv._src.internal.numbers import cdiv
@@ -99,7 +99,7 @@ def build_page_lists(
     q_block_tokens: int,
     causal: bool = True,
     pages_are_shared: bool = True,
-    period: Period = None,
+    layer_index: LayerIndex = None,
 ) -> PageLists:
     """Lists, for each query group of a step, the pages of a layer that its tokens see.
 
@@ -137,7 +137,7 @@ def build_page_lists(
     """
     return _build(
         make_lists,
-        *(cache, layer, batch, period),
+        *(cache, layer, batch, layer_index),
         q_block_tokens=q_block_tokens,
         causal=causal,
         pages_are_shared=pages_are_shared,
@@ -152,7 +152,7 @@ def build_page_csr(
     q_block_tokens: int,
     causal: bool = True,
     pages_are_shared: bool = True,
-    period: Period = None,
+    layer_index: LayerIndex = None,
 ) -> PageCSR:
     """Lists the same pairs in the same order as `build_page_lists`, without padding between groups.
 
@@ -161,7 +161,7 @@ def build_page_csr(
     """
     return _build(
         make_csr,
-        *(cache, layer, batch, period),
+        *(cache, layer, batch, layer_index),
         q_block_tokens=q_block_tokens,
         causal=causal,
         pages_are_shared=pages_are_shared,
@@ -173,19 +173,19 @@ def _build(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    period: Period,
+    layer_index: LayerIndex,
     **options: Any,
 ) -> Any:
     """Lists the pages of a step by ``make``, with ids on the block axis of the layer's view."""
-    sizes = checked_sizes(cache, layer, batch, period, **options)
+    sizes = checked_sizes(cache, layer, batch, layer_index, **options)
 
-    def build(cache: KVCache, batch: StepBatch, period: Period) -> PageLists | PageCSR:
+    def build(cache: KVCache, batch: StepBatch, layer_index: LayerIndex) -> PageLists | PageCSR:
         listed = make(page_tables(batch, layer), sizes=sizes)
-        pages, _, flags = page_ids(listed.pages, batch, layer, period)
+        pages, _, flags = page_ids(listed.pages, batch, layer, layer_index)
         flags |= listed.error_flags
         return dataclasses.replace(listed, pages=pages, error_flags=flags)
 
-    return on_devices(build, cache, batch, period, in_specs=(SAME, SAME), out_specs=SAME)
+    return on_devices(build, cache, batch, layer_index, in_specs=(SAME, SAME), out_specs=SAME)
 
 
 @functools.partial(jax.jit, static_argnames="sizes")

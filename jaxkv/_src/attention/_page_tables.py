@@ -7,9 +7,9 @@ from jax import Array
 
 from jaxkv._src.attention._segments import NULL_PAGE, PageTables
 from jaxkv._src.cache import (
-    BAD_PERIOD,
+    BAD_LAYER_INDEX,
     KVCache,
-    Period,
+    LayerIndex,
     StepBatch,
     check_cache,
     check_layout,
@@ -51,7 +51,7 @@ def page_list_sizes(
     check_cache(cache)
     layout = cache.layout
     check_layout(layout, shape)
-    group = layout.place_of(layer).group
+    group = layout.placement_of(layer).group
     growth = layout.growths[group]
     if growth.stores != "tokens":
         raise TypeError(
@@ -85,7 +85,7 @@ def page_list_sizes(
 
 
 def checked_sizes(
-    cache: KVCache, layer: str, batch: StepBatch, period: Period, **options: Any
+    cache: KVCache, layer: str, batch: StepBatch, layer_index: LayerIndex, **options: Any
 ) -> PageListSizes:
     """Returns the sizes of the lists of a step; raises as `build_page_lists` does.
 
@@ -93,9 +93,9 @@ def checked_sizes(
     """
     check_batch(cache, batch)
     layout = cache.layout
-    layout.of_period(layer, period, layout.id_offset, -1)  # raises for a bad one
-    parts = layout.blocks_per_kv_block[layout.place_of(layer).group]
-    layout.check_ids(layer, period, parts, "kernel blocks")
+    layout.at_layer_index(layer, layer_index, layout.id_offset, -1)  # raises for a bad one
+    parts = layout.blocks_per_kv_block[layout.placement_of(layer).group]
+    layout.check_ids(layer, layer_index, parts, "kernel blocks")
     options.setdefault("q_block_tokens", batch.shape.max_tokens)
     return page_list_sizes(cache, layer, batch.shape, **options)
 
@@ -105,7 +105,7 @@ def page_tables(batch: StepBatch, layer: str) -> PageTables:
 
     These are the same for all layers of a group; `page_ids` turns them into a layer's ids.
     """
-    group = batch.layout.place_of(layer).group
+    group = batch.layout.placement_of(layer).group
     ids, parts = batch.tables[group], batch.layout.blocks_per_kv_block[group]
     is_null = jnp.repeat(ids == NULL_BLOCK, parts, axis=1)
     return PageTables(
@@ -117,7 +117,7 @@ def page_tables(batch: StepBatch, layer: str) -> PageTables:
 
 
 def page_ids(
-    pages: Array, batch: StepBatch, layer: str, period: Period
+    pages: Array, batch: StepBatch, layer: str, layer_index: LayerIndex
 ) -> tuple[Array, Array, Array]:
     """Turns pages counted from a layer's first page into ids on the block axis of its view.
 
@@ -126,12 +126,12 @@ def page_ids(
       int32[]. With a period that does not exist all ids are null.
     """
     layout = batch.layout
-    parts = layout.blocks_per_kv_block[layout.place_of(layer).group]
-    first = layout.of_period(layer, period, layout.id_offset, -1) * parts
+    parts = layout.blocks_per_kv_block[layout.placement_of(layer).group]
+    first = layout.at_layer_index(layer, layer_index, layout.id_offset, -1) * parts
     first = jnp.asarray(first, jnp.int32)
     known = jnp.bool_(True)
-    if period is not None:
-        count = len(layout.buffers.period_layers(layer))
-        known = within(jnp.asarray(period, jnp.int32), count)
+    if layer_index is not None:
+        count = len(layout.buffers.stacked_layers(layer))
+        known = within(jnp.asarray(layer_index, jnp.int32), count)
     ids = jnp.where((pages > NULL_PAGE) & known, pages + first, NULL_PAGE)
-    return ids, first, bit(BAD_PERIOD, ~known)
+    return ids, first, bit(BAD_LAYER_INDEX, ~known)

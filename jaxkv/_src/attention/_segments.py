@@ -84,12 +84,12 @@ def _check_pages(tables: PageTables, seq_lens: Array, sizes: PageListSizes) -> t
     """Returns the tables without unknown ids, and the error flags of pages that a batch sees."""
     pages, start = tables.pages, tables.first_pages
     first, end = _visible_pages(tables.num_computed_tokens, seq_lens, sizes)
-    held_end = jnp.minimum(start + pages.shape[1], sizes.pages_per_seq)
+    allocated_end = jnp.minimum(start + pages.shape[1], sizes.pages_per_seq)
     page = start[:, None] + jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
     seen = (page >= first[:, None]) & (page < end[:, None])
     known = within(pages, sizes.num_pages)
     flags = bit(MISSING_PAGE, seen & (pages == NULL_PAGE)) | bit(BAD_PAGE_ID, seen & ~known)
-    outside = (end > first) & ((first < start) | (end > held_end))
+    outside = (end > first) & ((first < start) | (end > allocated_end))
     flags = gather_bits(flags, bit(MISSING_PAGE, outside))
     return jnp.where(known, pages, NULL_PAGE), flags
 
@@ -132,8 +132,8 @@ def find_segments(batch: Requests, sizes: PageListSizes) -> Segments:
     ends = positions + lens if sizes.causal else take(batch.seq_lens, requests)
     first, end = _visible_pages(positions, ends, sizes)
     # Cut, because a longer range, which is flagged already, would overflow the prefix sum.
-    held_end = take(batch.first_pages, requests) + batch.pages.shape[1]
-    end = jnp.minimum(end, jnp.minimum(held_end, sizes.pages_per_seq))
+    allocated_end = take(batch.first_pages, requests) + batch.pages.shape[1]
+    end = jnp.minimum(end, jnp.minimum(allocated_end, sizes.pages_per_seq))
     counts = jnp.where(lens > 0, jnp.maximum(end - first, 0), 0)
     return Segments(starts, requests, first, counts, jnp.cumsum(counts, dtype=jnp.int32))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, BAD_ROW, PAD_ROW, CacheLayout, KVCache
+from jaxkv._src.cache import BAD_BLOCK_ID, BAD_LOGICAL_BLOCK, BAD_ROW, PAD_ROW, CacheLayout, KVCache
 from jaxkv._src.internal.checks import check_at_most, check_count, check_positive, check_same_shape
 from jaxkv._src.internal.indexing import bit, gather_bits, group_of, take, within
 from jaxkv._src.internal.jit_int32 import jit_int32
@@ -106,17 +106,17 @@ def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
     is_entry = (entries.rows != PAD_ROW) & (group < len(layout.growths))
     known_row = within(entries.rows, layout.max_requests)
     rooms = jnp.array(layout.row_blocks, jnp.int32)
-    known_column = within(entries.columns, take(rooms, group))
+    known_logical_block = within(entries.columns, take(rooms, group))
     known_id = within(entries.block_ids, layout.num_blocks)
     problems = bit(BAD_ROW, is_entry & ~known_row)
-    problems |= bit(BAD_COLUMN, is_entry & known_row & ~known_column)
+    problems |= bit(BAD_LOGICAL_BLOCK, is_entry & known_row & ~known_logical_block)
     problems |= bit(BAD_BLOCK_ID, is_entry & ~known_id)
     starts = jnp.array(layout.column_starts[:-1], jnp.int32)
     ids = _Cells(
         entries.rows,
         entries.columns + take(starts, group),
         jnp.where(known_id, entries.block_ids, NULL_BLOCK),
-        is_entry & known_row & known_column,
+        is_entry & known_row & known_logical_block,
     )
     lengths, bad_rows = _length_cells(entries, layout)
     return report(_set_cells(cache, [ids, lengths]), problems, bad_rows)
@@ -140,7 +140,7 @@ def _length_cells(entries: TableEntries, layout: CacheLayout) -> tuple[_Cells, A
     rooms = jnp.array(layout.row_blocks, jnp.int32)
     fits = (entries.row_lengths >= 0) & (entries.row_lengths <= rooms[None])
     problems = bit(BAD_ROW, ~known & (entries.changed_rows != PAD_ROW)[:, None])
-    problems |= bit(BAD_COLUMN, known & ~fits)
+    problems |= bit(BAD_LOGICAL_BLOCK, known & ~fits)
     shape = entries.row_lengths.shape
     columns = layout.column_starts[-1] + jnp.arange(shape[1], dtype=jnp.int32)
     values = jnp.where(fits, entries.row_lengths, 0)

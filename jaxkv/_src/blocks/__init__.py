@@ -3,13 +3,13 @@
 from jaxkv._src.blocks._manager import BlockManager
 from jaxkv._src.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
-from jaxkv._src.blocks._resuming import HandedBlocks
+from jaxkv._src.blocks._resuming import ExportedBlocks
 
 __all__ = [
     "BlockManager",
     "BlockPool",
     "BlockUse",
-    "HandedBlocks",
+    "ExportedBlocks",
     "OutOfBlocksError",
     "PrefixHit",
     "PrefixMatch",

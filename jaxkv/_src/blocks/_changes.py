@@ -140,7 +140,7 @@ def _shared_cells(state: RequestState, rows: np.ndarray, after: np.ndarray) -> l
             # Of holders that all write in this step, the last one keeps a block that is not kept.
             writers[cell.block_id] += 1
             others = state.pool.others_of(cell.block_id)
-            if writers[cell.block_id] <= others or state.pool.frozen_before[cell.block_id]:
+            if writers[cell.block_id] <= others or state.pool.read_only_until[cell.block_id]:
                 shared.append(cell)
     # By group, so that blocks are taken and given back group by group.
     return sorted(shared, key=lambda cell: cell.group)
@@ -148,7 +148,7 @@ def _shared_cells(state: RequestState, rows: np.ndarray, after: np.ndarray) -> l
 
 def _of_row(state: RequestState, row: int, after: Sequence[Sequence[int]]) -> Iterator[SharedCell]:
     """Yields the cells of a row whose block the row may not overwrite with its next tokens."""
-    computed, before = int(state.computed[row]), zip(*state.held_of(row), strict=True)
+    computed, before = int(state.computed[row]), zip(*state.allocated_in(row), strict=True)
     for group, (held, (_, first, end)) in enumerate(zip(before, after, strict=True)):
         ids, tokens = state.columns_of(row, group), state.column_tokens[group]
         for column in _written(state, group, computed // tokens, held):

@@ -12,10 +12,10 @@ from jaxkv._src.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
 from jaxkv._src.blocks._resuming import (
-    HandedBlocks,
+    ExportedBlocks,
     check_rewind,
     columns_to_share,
-    exported,
+    export_blocks,
     imported,
 )
 from jaxkv._src.blocks._rows import RowAllocator, Work
@@ -32,9 +32,9 @@ from jaxkv._src.internal.checks import (
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.internal.unique import Unique
+from jaxkv._src.offload import HostMemory, OffloadManager, OffloadStats, Transfers
 from jaxkv._src.planning import Plan, check_rows, checked_encoder_tokens, stores_encoder_tokens
 from jaxkv._src.prefixes import EventLog, ExtraKey, PrefixEvents
-from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
 from jaxkv._src.uploads import Ints, Ring, StepShape, Upload
 
 MAX_SHOWN = 8  # requests in the table that Jupyter shows
@@ -104,8 +104,8 @@ class BlockManager(Unique):
             prompts, 0.0 to 1.0; the least recently used states are dropped first.
           events: log to which the manager writes the whole blocks that it keeps for later prompts,
             evicts and clears; None: their keys are not computed. See `jaxkv.prefixes`.
-          host_memory: memory for kept blocks that make room for others on the device; `take_moves`
-            then belongs to every step. None: such blocks are forgotten.
+          host_memory: memory for cached blocks that are evicted from the device; call
+            `take_transfers` for every step then. None: evicted blocks are forgotten.
         """
         check_rows(plan, max_requests)
         check_number(checkpoint_share=checkpoint_share)
@@ -116,22 +116,22 @@ class BlockManager(Unique):
         self._plan, self._max_requests, self._host_memory = plan, max_requests, host_memory
         self._checkpoint_blocks = int(checkpoint_share * plan.num_blocks)
         parts = self._new_parts(events)
-        self._state, self._rows, self._tier, self._prefixes, self._steps = parts
+        self._state, self._rows, self._offload, self._prefixes, self._steps = parts
         self._is_idle = True  # missing during a call that changes anything
 
     def _new_parts(
         self, events: EventLog | PrefixEvents | None
-    ) -> tuple[RequestState, RowAllocator, HostTier | None, Prefixes, StepPlanner]:
+    ) -> tuple[RequestState, RowAllocator, OffloadManager | None, Prefixes, StepPlanner]:
         plan, memory = self._plan, self._host_memory
         pool = BlockPool(plan.num_blocks)
         for group in plan.groups:  # the first ones, of attention sinks
             pool.allocate(group.reserved_blocks)
         state = RequestState(pool, plan, self._max_requests)
         rows = RowAllocator(self._max_requests, plan.limits.max_in_flight_tokens)
-        tier = None if memory is None else _tier(memory, plan)
+        offload = None if memory is None else _offload(memory, plan)
         most = self._checkpoint_blocks
-        prefixes = Prefixes(state, plan, checkpoint_blocks=most, events=events, tier=tier)
-        return state, rows, tier, prefixes, StepPlanner(plan, state, rows, prefixes)
+        prefixes = Prefixes(state, plan, checkpoint_blocks=most, events=events, offload=offload)
+        return state, rows, offload, prefixes, StepPlanner(plan, state, rows, prefixes)
 
     def __repr__(self) -> str:
         pool = self.block_pool
@@ -207,12 +207,12 @@ class BlockManager(Unique):
     def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
         """Returns, per group, the block ids of a request's row in order; 0 (null) for no block."""
         row, state = self._rows.row(request), self._state
-        ends = state.held_of(row)[2]
+        ends = state.allocated_in(row)[2]
         return tuple(
             tuple(state.columns_of(row, group)[:end].tolist()) for group, end in enumerate(ends)
         )
 
-    def held_blocks(self, *requests: Hashable) -> tuple[int, ...]:
+    def allocated_blocks(self, *requests: Hashable) -> tuple[int, ...]:
         """Returns, per group, how many blocks requests hold; a shared block counts once for each.
 
         Args:
@@ -269,7 +269,7 @@ class BlockManager(Unique):
         self._rows.check_new([request])
         prompt = tokens, salt, extra_keys, max_cached_tokens
         looked_up = self._prefixes.look_up(*prompt, boundaries)
-        self._prefixes.loads.unpark(request)
+        self._prefixes.loads.discard_swapped(request)
         row = self._rows.take(request)
         self._state.start(row, encoder_tokens)
         if looked_up is None:
@@ -306,7 +306,7 @@ class BlockManager(Unique):
         self._rows.check_new(into)
         columns = columns_to_share(self._state, row, num_tokens)
         for name in into:
-            self._prefixes.loads.unpark(name)
+            self._prefixes.loads.discard_swapped(name)
             new = self._rows.take(name)
             self._state.fork(row, new, num_tokens, columns)
             self._prefixes.kept.fork(row, new, num_tokens)
@@ -328,8 +328,8 @@ class BlockManager(Unique):
         self._end(request)
 
     @_alone
-    def park(self, request: Hashable, tokens: Ints | None = None) -> bool:
-        """Releases the row of a request that is preempted, and keeps its blocks for `resume`.
+    def swap_out(self, request: Hashable, tokens: Ints | None = None) -> bool:
+        """Releases the row of a request that is preempted, and keeps its blocks for `swap_in`.
 
         The blocks count as free. As soon as others need them, they go to host memory; if that has
         no room for all of them, they are forgotten, and so they are by `new_epoch`, `reset` and
@@ -348,45 +348,45 @@ class BlockManager(Unique):
           TypeError, ValueError: as for `finish`, or the manager has no ``host_memory``.
         """
         row = self._rows.row(request)
-        if self._tier is None:
+        if self._offload is None:
             raise ValueError("park needs host_memory= of BlockManager; finish the request instead")
-        is_parked = self._prefixes.loads.park(request, row, tokens)
+        is_swapped_out = self._prefixes.loads.swap_out(request, row, tokens)
         self._end(request)
-        return is_parked
+        return is_swapped_out
 
     @_alone
-    def resume(self, request: Hashable) -> PrefixHit:
+    def swap_in(self, request: Hashable) -> PrefixHit:
         """Gives a parked request a row, and all tokens that it had computed.
 
         Raises:
-          ValueError: `num_parked_tokens` of the request is 0, it runs, or no row is free.
+          ValueError: `num_swapped_tokens` of the request is 0, it runs, or no row is free.
         """
         self._rows.check_new([request])
-        if not self._prefixes.loads.num_parked_tokens(request):
+        if not self._prefixes.loads.num_swapped_tokens(request):
             raise ValueError(
                 f"request={request!r} has no parked tokens that fit now; start it, which computes "
                 "its tokens again, or wait until more blocks are free"
             )
         row = self._rows.take(request)
         self._state.start(row, 0)
-        return self._prefixes.loads.resume(request, row)
+        return self._prefixes.loads.swap_in(request, row)
 
-    def num_parked_tokens(self, request: Hashable) -> int:
-        """Returns the tokens with which `resume` would let a request go on now.
+    def num_swapped_tokens(self, request: Hashable) -> int:
+        """Returns the tokens with which `swap_in` would let a request go on now.
 
         0: it is not parked, its blocks are gone, loading them is not worth it (`HostMemory`), or
         too few blocks are free.
         """
         check_name(request)
-        return self._prefixes.loads.num_parked_tokens(request)
+        return self._prefixes.loads.num_swapped_tokens(request)
 
     @_alone
-    def unpark(self, request: Hashable) -> None:
+    def discard_swapped(self, request: Hashable) -> None:
         """Forgets what was parked of a request that does not go on, if anything was."""
         check_name(request)
-        self._prefixes.loads.unpark(request)
+        self._prefixes.loads.discard_swapped(request)
 
-    def export_blocks(self, request: Hashable) -> HandedBlocks:
+    def export_blocks(self, request: Hashable) -> ExportedBlocks:
         """Returns the blocks with which a request can go on in another cache.
 
         Its steps up to now must have run before anybody reads them; `jaxkv.pool.block_pieces` says
@@ -396,17 +396,17 @@ class BlockManager(Unique):
           ValueError: the request is not running, has computed no token in a step since it was
             started, forked or resumed, or its newest state may lie in the block of a draft.
         """
-        return exported(self._state, self._rows.row(request))
+        return export_blocks(self._state, self._rows.row(request))
 
     @_alone
     @plain_ints
-    def import_blocks(self, request: Hashable, num_tokens: int) -> HandedBlocks:
+    def import_blocks(self, request: Hashable, num_tokens: int) -> ExportedBlocks:
         """Starts a request that has computed its first tokens in another cache.
 
         Write the bytes that `export_blocks` of a request with as many tokens names to the blocks
         that this returns, in the same order: after the steps that were packed before have run, and
         before that of this request is started. With host memory, some of the blocks may have to go
-        there first: carry out `take_moves` before anybody writes. The tokens count as
+        there first: carry out `take_transfers` before anybody writes. The tokens count as
         ``cached_tokens`` of its first step. None of the blocks are kept for later prompts.
 
         Raises:
@@ -416,7 +416,7 @@ class BlockManager(Unique):
             encoder tokens; nothing is changed.
           RuntimeError: the moves of the last step were not taken.
         """
-        self._check_moves_taken()
+        self._check_transfers_taken()
         check_positive(num_tokens=num_tokens)
         if num_tokens > self._plan.max_model_len:
             raise ValueError(
@@ -427,14 +427,14 @@ class BlockManager(Unique):
         row = self._rows.take(request)
         try:
             self._state.start(row, 0)
-            handed = imported(self._state, row, num_tokens)
+            exporting = imported(self._state, row, num_tokens)
         except (OutOfBlocksError, ValueError):
             self._rows.give_back(request)
             raise
-        self._prefixes.loads.unpark(request)
-        if self._tier is not None:
-            self._tier.seal()
-        return handed
+        self._prefixes.loads.discard_swapped(request)
+        if self._offload is not None:
+            self._offload.flush()
+        return exporting
 
     def _end(self, request: Hashable) -> None:
         row = self._rows.row(request)
@@ -507,12 +507,12 @@ class BlockManager(Unique):
         was interrupted, because everything but the counts starts again.
         """
         parts = self._new_parts(self._prefixes.events)
-        *_, tier, prefixes, steps = parts
+        *_, offload, prefixes, steps = parts
         steps.follow(self._steps)
         prefixes.follow(self._prefixes)
-        if tier is not None and self._tier is not None:
-            tier.follow(self._tier)
-        self._state, self._rows, self._tier, self._prefixes, self._steps = parts
+        if offload is not None and self._offload is not None:
+            offload.follow(self._offload)
+        self._state, self._rows, self._offload, self._prefixes, self._steps = parts
 
     # --- prefixes -----------------------------------------------------------------
 
@@ -549,14 +549,14 @@ class BlockManager(Unique):
         return self._prefixes.loads.are_read_by([self._rows.row(request)])
 
     @property
-    def unsent_tokens_by_row(self) -> np.ndarray:
+    def unsynced_tokens_by_row(self) -> np.ndarray:
         """Computed tokens of rows that the device does not have yet, int64[max_requests].
 
         A request that was forked, or started with a cached prefix, sends its whole row with its
         first step. These tokens count as ``cached_tokens`` of that step. 0 for all other rows.
         Read-only.
         """
-        return self._state.unsent_tokens_by_row
+        return self._state.unsynced_tokens_by_row
 
     def find_prefix(
         self,
@@ -582,9 +582,9 @@ class BlockManager(Unique):
         """Returns counts of lookups, hits and evictions since the manager was made."""
         return self._prefixes.stats()
 
-    def tier_stats(self) -> TierStats | None:
+    def offload_stats(self) -> OffloadStats | None:
         """Returns what host memory holds, and counts of its moves; None without host memory."""
-        return None if self._tier is None else self._tier.stats()
+        return None if self._offload is None else self._offload.stats()
 
     @_alone
     def new_epoch(self) -> None:
@@ -635,26 +635,27 @@ class BlockManager(Unique):
           TypeError, ValueError: a request is not running or computes more tokens than the plan
             admits, the step does not fit the shape, or token ids are missing; nothing is changed.
         """
-        self._check_moves_taken()
+        self._check_transfers_taken()
         if ring is not None and not hasattr(ring, "buffer"):
             raise TypeError(f"ring must be an UploadRing or None, got {type(ring).__name__}")
         return self._steps.step(shape, work, extra, ring)
 
-    def _check_moves_taken(self) -> None:
-        if self._tier is not None and self._tier.is_due:
+    def _check_transfers_taken(self) -> None:
+        if self._offload is not None and self._offload.is_due:
             raise RuntimeError(
-                "the last moves were not taken; call take_moves after each step and import, and "
-                "carry the moves out before that step runs, or anybody writes to those blocks"
+                "the last transfers were not taken; call take_transfers after each step and "
+                "import, and carry them out before that step runs, and before anybody writes to "
+                "those blocks"
             )
 
     @_alone
-    def take_moves(self) -> Moves | None:
+    def take_transfers(self) -> Transfers | None:
         """Returns the blocks that change memory before the step that was packed last; None: none.
 
-        Carry them out before that step runs, by `jaxkv.HostBlocks.move`; after `import_blocks`,
+        Carry them out before that step runs, by `jaxkv.HostBlocks.transfer`; after `import_blocks`,
         before anybody writes to its blocks. A manager without ``host_memory`` has none.
         """
-        return None if self._tier is None else self._tier.take_moves()
+        return None if self._offload is None else self._offload.take_transfers()
 
     @_alone
     def grow(self, work: Work) -> None:
@@ -674,13 +675,13 @@ class BlockManager(Unique):
         self._steps.grow(work)
 
 
-def _tier(memory: HostMemory, plan: Plan) -> HostTier:
+def _offload(memory: HostMemory, plan: Plan) -> OffloadManager:
     check_kind(HostMemory, host_memory=memory)
     if stores_encoder_tokens(plan):
         raise ValueError(
             "host_memory=: a plan that stores encoder tokens keeps no blocks; leave it out"
         )
-    return HostTier(memory, plan)
+    return OffloadManager(memory, plan)
 
 
 def _past(num_tokens: int, computed: int, request: Hashable) -> ValueError:

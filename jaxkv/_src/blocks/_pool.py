@@ -56,11 +56,11 @@ class BlockPool:
     Every operation is a few NumPy calls, whatever the number of ids. A block with one holder,
     the most frequent case, has no count of its own.
 
-    frozen_before: int64[num_blocks], the position before which no token of a block may be
+    read_only_until: int64[num_blocks], the position before which no token of a block may be
       overwritten; 0: its content is not kept. `Prefixes` writes it.
     is_fresh: bool[num_blocks], whether a block was taken and not zeroed since. `RequestState` and
       the uploads write it, in plans that zero blocks.
-    has_kept: whether the content of any block may be kept.
+    has_cached: whether the content of any block may be kept.
     on_evict: called with warm blocks whose content is about to be lost; returns other blocks whose
       content is useless without theirs.
     on_take: called with blocks that were free.
@@ -75,11 +75,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._more_holders = np.zeros(num_blocks, np.int32)  # references beyond the first
         self._num_shared = 0  # sum of `_more_holders`
-        self._cold, self._warm = IdQueue(num_blocks), IdQueue(num_blocks)
-        self._cold.push(np.arange(NULL_BLOCK + 1, num_blocks))
-        self.frozen_before = np.full(num_blocks, 0, np.int64)  # filled now, as in `IdQueue`
+        self._uncached, self._evictable = IdQueue(num_blocks), IdQueue(num_blocks)
+        self._uncached.push(np.arange(NULL_BLOCK + 1, num_blocks))
+        self.read_only_until = np.full(num_blocks, 0, np.int64)  # filled now, as in `IdQueue`
         self.is_fresh = np.full(num_blocks, False)
-        self.has_kept = False
+        self.has_cached = False
         self.on_evict: Callable[[np.ndarray], np.ndarray] = lambda ids: ids[:0]
         self.on_take: Callable[[np.ndarray], object] = lambda ids: None
 
@@ -89,19 +89,19 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks without holders, warm ones included."""
-        return self._cold.size + self._warm.size
+        return self._uncached.size + self._evictable.size
 
     @property
     def use(self) -> BlockUse:
         """Number of blocks by use."""
         held = self.num_blocks - 1 - self.num_free_blocks
         shared = int(np.count_nonzero(self._more_holders))
-        return BlockUse(held - shared, shared, self._warm.size, self._cold.size)
+        return BlockUse(held - shared, shared, self._evictable.size, self._uncached.size)
 
     @property
     def has_shared_blocks(self) -> bool:
         """Whether a holder may have to copy a block before it writes there."""
-        return self._num_shared > 0 or self.has_kept
+        return self._num_shared > 0 or self.has_cached
 
     def allocate(self, count: int) -> np.ndarray:
         """Takes ``count`` free blocks, int32[count], each with one reference.
@@ -116,36 +116,36 @@ class BlockPool:
 
     def take(self, count: int) -> np.ndarray:
         """Takes ``count`` blocks, int32[count]; the caller has checked that as many are free."""
-        if count > self._cold.size:
+        if count > self._uncached.size:
             spare = min(MAX_SPARE_BLOCKS, self.num_blocks // BLOCKS_PER_SPARE)
-            self._evict(count - self._cold.size + spare)
-        ids = self._cold.pop(count)
+            self._evict(count - self._uncached.size + spare)
+        ids = self._uncached.pop(count)
         self.on_take(ids)
         return ids
 
     def _evict(self, count: int) -> None:
         """Makes warm blocks cold, at most ``count`` of them."""
-        ids = self._warm.pop(min(count, self._warm.size))
+        ids = self._evictable.pop(min(count, self._evictable.size))
         others = self.on_evict(ids)
-        self._cold.push(ids)
+        self._uncached.push(ids)
         if others.size:
-            self.cool(others)
+            self.uncache(others)
 
     def give_up(self, ids: np.ndarray) -> None:
         """Forgets the kept content of blocks with one holder, which may then overwrite it."""
-        self.cool(self.on_evict(ids))
+        self.uncache(self.on_evict(ids))
 
-    def cool(self, ids: np.ndarray) -> None:
+    def uncache(self, ids: np.ndarray) -> None:
         """Makes the warm blocks of ``ids`` cold, because their content is no longer kept."""
-        self._cold.push(ids[self._warm.remove(ids)])
+        self._uncached.push(ids[self._evictable.remove(ids)])
 
-    def warm_again(self, ids: np.ndarray) -> None:
-        """Moves the warm blocks of ``ids`` to the end of their queue, to be taken last."""
-        self._warm.push(ids[self._warm.remove(ids)])
+    def touch(self, ids: np.ndarray) -> None:
+        """Transfers the warm blocks of ``ids`` to the end of their queue, to be taken last."""
+        self._evictable.push(ids[self._evictable.remove(ids)])
 
     def hold(self, ids: np.ndarray) -> None:
         """Adds one reference to each of ``ids``: distinct blocks that are held or warm."""
-        held = ids[~self._warm.remove(ids)]
+        held = ids[~self._evictable.remove(ids)]
         self._more_holders[held] += 1
         self._num_shared += held.size
 
@@ -153,13 +153,13 @@ class BlockPool:
         """Drops one reference per id of held blocks; those without references become free."""
         if self._num_shared:
             ids = self._left_by_all(ids)
-        if self.has_kept:
+        if self.has_cached:
             ids = ids.astype(np.intp, copy=False)  # intp indexes faster than int32
-            frozen_before = self.frozen_before[ids]
-            if np.count_nonzero(frozen_before):
-                self._warm.push(ids[frozen_before > 0])
-                ids = ids[frozen_before == 0]
-        self._cold.push(ids)
+            read_only_until = self.read_only_until[ids]
+            if np.count_nonzero(read_only_until):
+                self._evictable.push(ids[read_only_until > 0])
+                ids = ids[read_only_until == 0]
+        self._uncached.push(ids)
 
     def _left_by_all(self, ids: np.ndarray) -> np.ndarray:
         """Drops one reference per id. Returns blocks without any, in order of last mention."""
@@ -174,8 +174,10 @@ class BlockPool:
 
     def references_of(self, ids: np.ndarray) -> np.ndarray:
         """Returns the number of holders of each block, int64 of the ids' shape."""
-        is_held = (ids != NULL_BLOCK) & ~(self._cold.contains(ids) | self._warm.contains(ids))
-        return np.where(is_held, 1 + self._more_holders[ids], 0)
+        is_allocated = (ids != NULL_BLOCK) & ~(
+            self._uncached.contains(ids) | self._evictable.contains(ids)
+        )
+        return np.where(is_allocated, 1 + self._more_holders[ids], 0)
 
     def others_of(self, ids: int | np.ndarray) -> np.ndarray:
         """Returns each held block's holders beyond the first one, int32 of the ids' shape."""
@@ -183,4 +185,4 @@ class BlockPool:
 
     def must_copy(self, ids: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
         """Returns whether a holder must copy a block before it writes from a position on."""
-        return (self._more_holders[ids] > 0) | (self.frozen_before[ids] > position)
+        return (self._more_holders[ids] > 0) | (self.read_only_until[ids] > position)

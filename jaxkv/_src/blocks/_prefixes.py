@@ -7,8 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from jaxkv._src.blocks._keeping import KeptPrompts
-from jaxkv._src.blocks._parking import HostLoads
+from jaxkv._src.blocks._caching import CachedPrompts
 from jaxkv._src.blocks._prompts import (
     CachedPrompt,
     PrefixHit,
@@ -16,8 +15,10 @@ from jaxkv._src.blocks._prompts import (
     PrefixStats,
 )
 from jaxkv._src.blocks._state import RequestState
+from jaxkv._src.blocks._swapping import HostLoads
 from jaxkv._src.internal.checks import check_count, check_left_out
 from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.offload import OffloadManager
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import (
     MAX_TOKEN,
@@ -37,7 +38,6 @@ from jaxkv._src.prefixes import (
     check_content,
     find,
 )
-from jaxkv._src.tier import HostTier
 from jaxkv._src.uploads import Ints
 
 
@@ -56,17 +56,17 @@ class Prefixes:
         *,
         checkpoint_blocks: int,
         events: EventLog | PrefixEvents | None,
-        tier: HostTier | None,
+        offload: OffloadManager | None,
     ):
         if isinstance(events, EventLog):
             events = PrefixEvents(events, _event_groups(plan))
         self.events = events
-        self._state, self._tier, self._tree = state, tier, _tree(state, plan, tier)
-        if tier is not None:
-            tier.attach(self._tree, self.events)
-        self.kept = KeptPrompts(state, self._tree, checkpoint_blocks, self.events, tier)
-        self.loads = HostLoads(state, self._tree, self.kept, tier)
-        if tier is not None:
+        self._state, self._offload, self._tree = state, offload, _tree(state, plan, offload)
+        if offload is not None:
+            offload.attach(self._tree, self.events)
+        self.kept = CachedPrompts(state, self._tree, checkpoint_blocks, self.events, offload)
+        self.loads = HostLoads(state, self._tree, self.kept, offload)
+        if offload is not None:
             state.pool.on_take = self.loads.on_take
         self._has_encoder, self._longest = bool(state.growth.crossed.size), plan.max_model_len
         self._codes = TokenCodes()
@@ -121,7 +121,7 @@ class Prefixes:
     def _find(self, path: Sequence[Node], num_seen: int, limit: int) -> CachedPrefix:
         """Returns the longest cached prefix, including blocks on the host that are worth a load."""
         find_it = functools.partial(find, self._tree, path, num_seen, limit)
-        return find_it() if self._tier is None else self._tier.choose(find_it)
+        return find_it() if self._offload is None else self._offload.choose(find_it)
 
     def look_up(
         self,
@@ -170,7 +170,7 @@ class Prefixes:
             encoded,
             chunk_ends=ends,
             wanted=wanted,
-            num_kept=found.num_tokens,
+            num_cached=found.num_tokens,
             checkpoints=[] if found.checkpoint is None else [found.checkpoint],
             chain=None if self.events is None else KeyChain(prefix.salt, prefix.extra_keys),
         )
@@ -216,10 +216,10 @@ class Prefixes:
     def new_epoch(self) -> None:
         """Forgets all kept blocks, but remembers that their prompts were cached."""
         self.kept.epoch += 1
-        self.loads.parked.clear()
+        self.loads.swapped.clear()
         pool, kept = self._state.pool, self._tree.clear()
-        pool.cool(kept if self._tier is None else self._tier.clear(kept))
-        pool.has_kept = False
+        pool.uncache(kept if self._offload is None else self._offload.clear(kept))
+        pool.has_cached = False
         if self.events is not None:
             self.events.cleared()
 
@@ -241,7 +241,7 @@ class Prefixes:
         return PrefixStats(
             **self._counts,
             reasons=dict(self._reasons),
-            kept_blocks=int(np.count_nonzero(self._state.pool.frozen_before)),
+            cached_blocks=int(np.count_nonzero(self._state.pool.read_only_until)),
             checkpoint_blocks=self._tree.checkpoints.num_blocks,
         )
 
@@ -261,7 +261,7 @@ class Prefixes:
         return Namespace(self.kept.epoch, salt, adapters), codes
 
 
-def _tree(state: RequestState, plan: Plan, tier: HostTier | None) -> PrefixTree:
+def _tree(state: RequestState, plan: Plan, offload: OffloadManager | None) -> PrefixTree:
     """Returns an empty tree of prompts, over the ids of the pool and of the tier."""
     pool, growths = state.pool, state.growth.growths
     shares_rows = [
@@ -271,13 +271,13 @@ def _tree(state: RequestState, plan: Plan, tier: HostTier | None) -> PrefixTree:
         PrefixPolicy(*of_group)
         for of_group in zip(growths, state.column_tokens, shares_rows, strict=True)
     ]
-    frozen_before = pool.frozen_before
-    if tier is not None:  # which has more ids
-        frozen_before = np.full(pool.num_blocks + tier.room.num_ids, 0, np.int64)
-        pool.frozen_before = frozen_before[: pool.num_blocks]
+    read_only_until = pool.read_only_until
+    if offload is not None:  # which has more ids
+        read_only_until = np.full(pool.num_blocks + offload.room.num_ids, 0, np.int64)
+        pool.read_only_until = read_only_until[: pool.num_blocks]
     smallest = min(policy.block for policy in policies)
-    most = 4 * frozen_before.size * smallest
-    return PrefixTree(policies, frozen_before, max_tokens=most, host_ids=pool.num_blocks)
+    most = 4 * read_only_until.size * smallest
+    return PrefixTree(policies, read_only_until, max_tokens=most, host_ids=pool.num_blocks)
 
 
 def _event_groups(plan: Plan) -> list[EventGroup]:

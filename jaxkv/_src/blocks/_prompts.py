@@ -56,7 +56,7 @@ class PrefixMatch(NamedTuple):
         return self.found.num_tokens
 
     @property
-    def num_held_blocks(self) -> int:
+    def num_allocated_blocks(self) -> int:
         """Blocks of the prefix that requests hold now; sharing them takes no free blocks."""
         ids = np.concatenate([columns.block_ids for columns in self.found.columns])
         ids = ids[ids < self.pool.num_blocks]  # those in host memory take one each
@@ -102,7 +102,7 @@ class CachedPrompt:
     tokens: [N], codes of the tokens and their extra keys; see `TokenCodes`.
     chunk_ends: numbers of tokens after which states are to be kept.
     wanted: numbers of tokens after which other prompts are expected to continue.
-    num_kept: first tokens whose blocks are kept already.
+    num_cached: first tokens whose blocks are kept already.
     checkpoints: the one that the request resumed from, and those that were made of its states.
     may_go_on: whether tokens that the request computes after ``tokens`` may be kept.
     chain: the keys of its blocks; None without an event log.
@@ -112,7 +112,7 @@ class CachedPrompt:
     tokens: np.ndarray
     chunk_ends: tuple[int, ...]
     wanted: frozenset[int]
-    num_kept: int
+    num_cached: int
     checkpoints: list[Checkpoint]
     may_go_on: bool = True
     chain: KeyChain | None = None
@@ -128,7 +128,7 @@ class PrefixStats:
     cached_tokens: tokens of all prefixes that were found.
     host_tokens: those of them that came from host memory.
     evicted_blocks: kept blocks that were taken for other requests.
-    kept_blocks: blocks that are kept now, in device memory.
+    cached_blocks: blocks that are kept now, in device memory.
     checkpoint_blocks: kept blocks of checkpoints of states; a block of two of them counts twice.
     reasons: number of requests by the reason why their prefix was not longer, as given by the
       groups that ended it.
@@ -141,7 +141,7 @@ class PrefixStats:
     cached_tokens: int
     host_tokens: int
     evicted_blocks: int
-    kept_blocks: int
+    cached_blocks: int
     checkpoint_blocks: int
     reasons: dict[str, int]
 

@@ -20,18 +20,18 @@ def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[Sha
       ValueError: the row no longer holds a block that the next token reads.
     """
     found: list[SharedColumns] = []
-    held = zip(*state.held_of(row), strict=True)
+    held = zip(*state.allocated_in(row), strict=True)
     for group, (growth, of_group) in enumerate(zip(state.growth.growths, held, strict=True)):
         source, first, end = columns_read(growth, state.column_tokens[group], num_tokens)
-        is_held = True
+        is_allocated = True
         if growth.stores == "encoder":
             end = of_group[2]
         elif growth.stores == "state" and num_tokens:
-            is_held = _holds_state(state, row, group, num_tokens)
+            is_allocated = _holds_state(state, row, group, num_tokens)
             if growth.cache_mode == "all":
                 # A row that shares a cached prefix holds only the last column of it.
                 first = min(of_group[1], first)
-        if not (is_held and _holds_all(of_group, first, end)):
+        if not (is_allocated and _holds_all(of_group, first, end)):
             raise ValueError(
                 f"num_tokens={num_tokens}: the request no longer holds the blocks of group "
                 f"{group} that the next token reads; they left its window, or hold a newer "
@@ -44,8 +44,12 @@ def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[Sha
 
 def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
     """Returns whether held columns (source, first, end) include ``first .. end - 1``."""
-    source, held_first, held_end = held
-    return end <= first or (held_first <= first and end <= held_end) or first == source == end - 1
+    source, allocated_first, allocated_end = held
+    return (
+        end <= first
+        or (allocated_first <= first and end <= allocated_end)
+        or first == source == end - 1
+    )
 
 
 def columns_read(growth: Growth, block: int, num_tokens: int) -> tuple[int, int, int]:
@@ -182,7 +186,7 @@ def _is_kept(
 # --- other caches -----------------------------------------------------------------------
 
 
-class HandedBlocks(NamedTuple):
+class ExportedBlocks(NamedTuple):
     """The blocks that the next token of a request reads.
 
     num_tokens: computed tokens of the request.
@@ -195,7 +199,7 @@ class HandedBlocks(NamedTuple):
     block_ids: tuple[np.ndarray, ...]
 
 
-def exported(state: RequestState, row: int) -> HandedBlocks:
+def export_blocks(state: RequestState, row: int) -> ExportedBlocks:
     """Returns the blocks of a row, which the device has as they are here.
 
     Raises:
@@ -203,7 +207,7 @@ def exported(state: RequestState, row: int) -> HandedBlocks:
         step, or the plan stores encoder tokens.
     """
     count = state.computed.item(row)
-    if not count or state.unsent_tokens[row] or state.awaits_copy(row):
+    if not count or state.unsynced_tokens[row] or state.awaits_copy(row):
         raise ValueError(
             f"the request has computed {count} tokens, and none of them in a step since it was "
             "started, forked or resumed; export its blocks after its next step"
@@ -211,10 +215,10 @@ def exported(state: RequestState, row: int) -> HandedBlocks:
     columns_to_share(state, row, count)
     spans = _columns(state, count)
     ids = [state.columns_of(row, g)[first:end].copy() for g, (_, first, end) in enumerate(spans)]
-    return HandedBlocks(count, tuple([first for _, first, _ in spans]), tuple(ids))
+    return ExportedBlocks(count, tuple([first for _, first, _ in spans]), tuple(ids))
 
 
-def imported(state: RequestState, row: int, num_tokens: int) -> HandedBlocks:
+def imported(state: RequestState, row: int, num_tokens: int) -> ExportedBlocks:
     """Gives a row that was just started blocks for tokens of another cache.
 
     Raises:
@@ -225,8 +229,8 @@ def imported(state: RequestState, row: int, num_tokens: int) -> HandedBlocks:
     sizes = [end - first for _, first, end in spans]
     ids = np.split(state.copies.allocate_to_load(sum(sizes)), np.cumsum(sizes)[:-1])
     columns = [SharedColumns(*span, of_group) for span, of_group in zip(spans, ids, strict=True)]
-    state.share(row, num_tokens, columns, are_held=True)
-    return HandedBlocks(num_tokens, tuple([first for _, first, _ in spans]), tuple(ids))
+    state.share(row, num_tokens, columns, are_allocated=True)
+    return ExportedBlocks(num_tokens, tuple([first for _, first, _ in spans]), tuple(ids))
 
 
 def _columns(state: RequestState, num_tokens: int) -> list[tuple[int, int, int]]:

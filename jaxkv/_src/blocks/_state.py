@@ -35,12 +35,12 @@ class RequestState:
       block of a draft instead of its own; 0: none does.
     sent: int64[G, R], held columns below this one are on the device as they are here.
     lags: bool[R], whether a row holds columns that the device does not have.
-    has_lagging: whether any row lags.
-    unsent_tokens: int64[R], computed tokens of a row of which the device has no column yet.
+    has_stale: whether any row lags.
+    unsynced_tokens: int64[R], computed tokens of a row of which the device has no column yet.
     copies: those that the next upload makes.
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
-    computed_by_row, unsent_tokens_by_row: read-only views.
+    computed_by_row, unsynced_tokens_by_row: read-only views.
     version: number of changes so far.
     beginnings: a new object after every change of the first blocks of rows, or of their computed
       tokens other than by steps.
@@ -66,18 +66,18 @@ class RequestState:
         self._numbers = np.zeros((7 + 3 * groups, max_requests), np.int64)  # all 0 in a free row
         self.computed, self.max_computed, self.step_start = self._numbers[:3]
         self.needs_no_change_until, self.may_be_shared_until = self._numbers[3:5]
-        self.encoder_tokens, self.unsent_tokens = self._numbers[5:7]
+        self.encoder_tokens, self.unsynced_tokens = self._numbers[5:7]
         self.encoder_columns, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
-        self._sent = self.sent.reshape(-1)
+        self._synced = self.sent.reshape(-1)
         self._in_each_group = np.arange(groups * max_requests).reshape(shape)
         self._row_begins = np.arange(max_requests) * self.table.shape[1]
         self.may_share = np.zeros(max_requests, bool)
-        self.lags, self.has_lagging = np.zeros(max_requests, bool), False
+        self.is_stale, self.has_stale = np.zeros(max_requests, bool), False
         self.copies = PendingCopies(pool)
         pool.on_take = self.copies.forget
         self.version, self.beginnings = 0, object()
         self.computed_by_row = _read_only(self.computed)
-        self.unsent_tokens_by_row = _read_only(self.unsent_tokens)
+        self.unsynced_tokens_by_row = _read_only(self.unsynced_tokens)
 
     # --- reading ------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class RequestState:
         """Returns a copy of source, first and end of rows, int64[3, G, N]."""
         return self._held.take(rows, axis=2)
 
-    def held_of(self, row: int) -> list[list[int]]:
+    def allocated_in(self, row: int) -> list[list[int]]:
         """Returns source, first and end of one row, each a list over the groups."""
         return self._held[:, :, row].tolist()
 
@@ -181,19 +181,19 @@ class RequestState:
         self.may_share[rows] = self._shares_source(rows) if self.growth.aligned.size else False
         return ids
 
-    def note_sent(self, rows: np.ndarray, sent: np.ndarray, lags: np.ndarray | bool) -> None:
+    def mark_synced(self, rows: np.ndarray, sent: np.ndarray, is_stale: np.ndarray | bool) -> None:
         """Records which columns of rows the device has, int64[G, N], and whether they lag still."""
-        self._sent[self._in_groups(rows)] = sent.reshape(-1)
-        if self.has_lagging or lags is not False:
-            self.lags[rows] = lags
-            self.unsent_tokens[rows] = 0
-            self.has_lagging = bool(np.count_nonzero(self.lags))
+        self._synced[self._in_groups(rows)] = sent.reshape(-1)
+        if self.has_stale or is_stale is not False:
+            self.is_stale[rows] = is_stale
+            self.unsynced_tokens[rows] = 0
+            self.has_stale = bool(np.count_nonzero(self.is_stale))
 
-    def note_unsent(self, changes: Changes) -> None:
+    def mark_unsynced(self, changes: Changes) -> None:
         """Records that the device does not know of changes yet."""
         if changes.sent is not None:
             self.sent[:, changes.rows] = changes.sent
-        self.lags[changes.rows] = self.has_lagging = True
+        self.is_stale[changes.rows] = self.has_stale = True
 
     def trim(self, rows: np.ndarray) -> None:
         """Releases the blocks that the next token of each row does not attend to."""
@@ -253,9 +253,9 @@ class RequestState:
         self._held[:, :, row] = self._nothing
         self._numbers[:, row] = 0
         self.encoder_tokens[row] = encoder_tokens
-        if self.has_lagging:
-            self.lags[row] = False
-            self.has_lagging = bool(self.lags.any())
+        if self.has_stale:
+            self.is_stale[row] = False
+            self.has_stale = bool(self.is_stale.any())
         self.may_share[row] = False
         for group in self.growth.crossed.tolist():
             growth = self.growth.growths[group]
@@ -266,7 +266,7 @@ class RequestState:
         cells, spans = self.table[row], self._spans_of(row)
         if spans:
             ids = np.concatenate([cells[span] for span in spans])
-            self.pool.release(ids[self._from_end(spans)] if self.pool.has_kept else ids)
+            self.pool.release(ids[self._from_end(spans)] if self.pool.has_cached else ids)
             for span in spans:
                 cells[span] = NULL_BLOCK
         self.start(row, 0)
@@ -274,7 +274,7 @@ class RequestState:
     def _spans_of(self, row: int) -> list[slice]:
         """Returns the columns of ``table`` that a row holds, over all groups."""
         spans: list[slice] = []
-        for start, source, first, end in zip(self._starts, *self.held_of(row), strict=False):
+        for start, source, first, end in zip(self._starts, *self.allocated_in(row), strict=False):
             if 0 <= source < first:
                 spans.append(slice(start + source, start + source + 1))
             if first < end:
@@ -318,24 +318,24 @@ class RequestState:
         num_tokens: int,
         columns: Sequence[SharedColumns],
         *,
-        are_held: bool = False,
+        are_allocated: bool = False,
     ) -> None:
         """Gives a row that was just started the blocks of a prefix.
 
         Args:
-          are_held: whether the row holds them already.
+          are_allocated: whether the row holds them already.
         """
         self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
-        self.unsent_tokens[row] = self.may_be_shared_until[row] = num_tokens
+        self.unsynced_tokens[row] = self.may_be_shared_until[row] = num_tokens
         for group, (source, first, end, ids) in enumerate(columns):
             self.columns_of(row, group)[first:end] = ids
             self._held[:, group, row] = source, first, end
-        if not are_held:
+        if not are_allocated:
             self.pool.hold(np.concatenate([part.block_ids for part in columns]))
         ends_inside = any([num_tokens % tokens for tokens in self.column_tokens])
         if ends_inside or self.growth.aligned.size:
             self.note_shared(row)
-        self.lags[row] = self.has_lagging = True
+        self.is_stale[row] = self.has_stale = True
 
     def note_shared(self, row: int, num_tokens: int = 0) -> None:
         """Makes the next step of a row check whether it must copy blocks before it writes.

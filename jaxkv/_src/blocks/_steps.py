@@ -6,11 +6,11 @@ import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS, Changes
 from jaxkv._src.blocks._changes import plan_changes
-from jaxkv._src.blocks._news import News, find_news, write_news
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._resuming import check_moved
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._state import RequestState
+from jaxkv._src.blocks._table_updates import TableUpdates, find_updates, write_updates
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import PrefixGroup, group_by_beginning
@@ -36,7 +36,7 @@ class PlannedStep:
     changes: what is still to be changed; None: nothing.
     news: what its upload tells; None: nothing.
     version: `RequestState.version` for which this holds.
-    taken: the blocks of ``news.cells``, if the step has taken all of them.
+    taken: the blocks of ``updates.cells``, if the step has taken all of them.
     """
 
     batch: Batch
@@ -44,7 +44,7 @@ class PlannedStep:
     totals: np.ndarray  # int64[N]
     longest: int
     changes: Changes | None
-    news: News | None
+    updates: TableUpdates | None
     version: int
     taken: np.ndarray | None = None  # int32[K]
 
@@ -76,11 +76,11 @@ class StepPlanner:
         if shape is not self._shape:
             self._check_shape(shape)
         state, step = self._state, self._planned(work)
-        batch, computed, news = step.batch, step.computed, step.news
+        batch, computed, updates = step.batch, step.computed, step.updates
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
         sizes = batch.rows.size, batch.num_tokens, batch.longest, step.longest, own.size
-        if news is not None:
-            sizes = *sizes, news.cells.num, news.num_zeroed, news.num_copied
+        if updates is not None:
+            sizes = *sizes, updates.cells.num, updates.num_zeroed, updates.num_copied
         check_fits(shape, sizes)
         if shape.token_ids and own.size < batch.num_tokens:
             raise ValueError(
@@ -100,8 +100,8 @@ class StepPlanner:
         write_batch(shape, data, batch, computed, encoder_lens, accepted, own)
         self._change(step)
         self._loads.before_step(batch.rows)
-        if news is not None:
-            write_news(state, shape, data, news, step.taken)
+        if updates is not None:
+            write_updates(state, shape, data, updates, step.taken)
         if shape.shared_prefixes and self._shared and state.pool.has_shared_blocks:
             self._write_prefixes(shape, data, batch.rows, computed)
         state.advance(batch.rows, computed, step.totals)
@@ -112,7 +112,7 @@ class StepPlanner:
         """Gives requests the blocks for their next tokens; see `BlockManager.grow`."""
         step = self._grown = self._planned(work)
         if step.changes is not None:
-            self._state.note_unsent(step.changes)
+            self._state.mark_unsynced(step.changes)
             self._change(step)
 
     def follow(self, before: "StepPlanner") -> None:
@@ -131,15 +131,15 @@ class StepPlanner:
         longest = self._check_totals(batch, totals)
         check_moved(state, batch, self._rows, totals)
         changes = plan_changes(state, batch.rows, computed, totals)
-        news = find_news(state, batch.rows, totals, changes)
-        return PlannedStep(batch, computed, totals, longest, changes, news, state.version)
+        updates = find_updates(state, batch.rows, totals, changes)
+        return PlannedStep(batch, computed, totals, longest, changes, updates, state.version)
 
     def _change(self, step: PlannedStep) -> None:
         """Makes the changes of a step, after which only its upload is left."""
-        changes, news = step.changes, step.news
+        changes, updates = step.changes, step.updates
         if changes is not None:
             taken = self._state.apply(changes)
-            if news is not None and news.cells is changes.fresh:
+            if updates is not None and updates.cells is changes.fresh:
                 step.taken = taken
             step.changes, step.version = None, self._state.version
 
@@ -168,7 +168,7 @@ class StepPlanner:
         self.num_uploads += 1
         number = (self.num_uploads - 1) % INT32_MAX + 1
         data[0], self._is_anew = -number if self._is_anew else number, False
-        return Upload(data=data if ring is None else ring.seal(), shape=shape)
+        return Upload(data=data if ring is None else ring.flush(), shape=shape)
 
     # --- checks -----------------------------------------------------------------------
 

@@ -1,16 +1,17 @@
 """The cache: block tables and pool as one pytree, and the batch of a step."""
 
+from jaxkv._src.cache._addresses import block_pieces
 from jaxkv._src.cache._batch import PAD_ROW, StepBatch
 from jaxkv._src.cache._errors import check_errors
 from jaxkv._src.cache._expand import expand_blocks
-from jaxkv._src.cache._layout import CacheLayout, Period
+from jaxkv._src.cache._layout import CacheLayout, LayerIndex
 from jaxkv._src.cache._make import make_cache, set_scales
 from jaxkv._src.cache._slots import PAD_SLOT, GroupBatch, first_columns
 from jaxkv._src.cache._state import (
     BAD_BATCH,
     BAD_BLOCK_ID,
-    BAD_COLUMN,
-    BAD_PERIOD,
+    BAD_LAYER_INDEX,
+    BAD_LOGICAL_BLOCK,
     BAD_ROW,
     LOST_UPLOAD,
     NO_BLOCK,
@@ -26,8 +27,8 @@ from jaxkv._src.cache._state import (
 __all__ = [
     "BAD_BATCH",
     "BAD_BLOCK_ID",
-    "BAD_COLUMN",
-    "BAD_PERIOD",
+    "BAD_LAYER_INDEX",
+    "BAD_LOGICAL_BLOCK",
     "BAD_ROW",
     "LOST_UPLOAD",
     "NO_BLOCK",
@@ -40,8 +41,9 @@ __all__ = [
     "CacheLayout",
     "GroupBatch",
     "KVCache",
-    "Period",
+    "LayerIndex",
     "StepBatch",
+    "block_pieces",
     "check_cache",
     "check_errors",
     "check_layout",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache._expand import expand_blocks
-from jaxkv._src.cache._layout import CacheLayout, Period
+from jaxkv._src.cache._layout import CacheLayout, LayerIndex
 from jaxkv._src.cache._slots import PAD_SLOT, GroupBatch
 from jaxkv._src.internal.checks import check_count
 from jaxkv._src.internal.indexing import group_of, take
@@ -172,7 +172,7 @@ class StepBatch:
 
     # --- layers -------------------------------------------------------------------
 
-    def kernel_block_tables(self, layer: str, *, period: Period = None) -> Array:
+    def kernel_block_tables(self, layer: str, *, layer_index: LayerIndex = None) -> Array:
         """Returns the kernel blocks of each request, int32[B, W * k], for a layer's kernel.
 
         Ids index the block axis of ``layer_view(cache, layer)``, which may hold several layers;
@@ -191,20 +191,20 @@ class StepBatch:
         Raises:
           ValueError: int32 cannot count the kernel blocks of the layer's buffer.
         """
-        group = self.layout.place_of(layer).group
+        group = self.layout.placement_of(layer).group
         ids, parts = self.tables[group], self.layout.blocks_per_kv_block[group]
-        self.layout.check_ids(layer, period, parts, "kernel blocks")
-        offset = self._id_offset(layer, period)
+        self.layout.check_ids(layer, layer_index, parts, "kernel blocks")
+        offset = self._id_offset(layer, layer_index)
         is_null = (ids == NULL_BLOCK) | (jnp.asarray(offset, jnp.int32) < 0)
         kernel_ids = expand_blocks(ids + offset, parts)
         return jnp.where(jnp.repeat(is_null, parts, axis=-1), NULL_BLOCK, kernel_ids)
 
     def first_positions(self, layer: str) -> Array:
         """Returns int32[B], the position of the first token of each row of a table."""
-        group = self.layout.place_of(layer).group
+        group = self.layout.placement_of(layer).group
         return self.in_group(group).first_positions
 
-    def slot_mapping(self, layer: str, *, period: Period = None) -> Array:
+    def slot_mapping(self, layer: str, *, layer_index: LayerIndex = None) -> Array:
         """Returns the slot of each token in a layer: an int32 token array, -1 for no slot.
 
         A slot is ``block_id * block_size + offset``, which is also ``kernel_block_id *
@@ -221,7 +221,7 @@ class StepBatch:
           TypeError: the layer stores states, or the encoder's tokens.
           ValueError: int32 cannot count the slots of the layer's buffer.
         """
-        requests = self.in_group(self.layout.place_of(layer).group)
+        requests = self.in_group(self.layout.placement_of(layer).group)
         growth, size = requests.growth, requests.growth.block_size
         if growth.stores != "tokens":
             raise TypeError(
@@ -229,13 +229,13 @@ class StepBatch:
                 "step; use read_state and write_state for states"
             )
         slots = requests.token_slots
-        self.layout.check_ids(layer, period, size, "slots")
-        offset = jnp.asarray(self._id_offset(layer, period), jnp.int32)
+        self.layout.check_ids(layer, layer_index, size, "slots")
+        offset = jnp.asarray(self._id_offset(layer, layer_index), jnp.int32)
         return jnp.where((slots < 0) | (offset < 0), PAD_SLOT, slots + offset * size)
 
-    def _id_offset(self, layer: str, period: Period) -> Array | int:
+    def _id_offset(self, layer: str, layer_index: LayerIndex) -> Array | int:
         """Returns how many blocks precede a layer's in its view; -1 for an unknown period."""
-        return self.layout.of_period(layer, period, self.layout.id_offset, -1)
+        return self.layout.at_layer_index(layer, layer_index, self.layout.id_offset, -1)
 
     def _uploaded(self, name: str) -> Array:
         where, start = self.shape.format.fields[name], self.shape.format.batch_fields.start

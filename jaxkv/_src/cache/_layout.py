@@ -17,7 +17,7 @@ from jaxkv._src.layout import PoolBuffers
 from jaxkv._src.planning import LayerPlacement
 from jaxkv._src.specs import Growth
 
-Period = Array | int | None
+LayerIndex = Array | int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,19 @@ class CacheLayout:
         return tuple(itertools.accumulate(self.row_blocks, initial=0))
 
     @functools.cached_property
-    def layer_index(self) -> dict[str, int]:
+    def layer_numbers(self) -> dict[str, int]:
         """Layer that owns a cache -> its number, group by group; see `KVCache.scales`."""
         groups = self.buffers.layout.groups
         names = [name for group in groups for name in group.layers]
         return {name: index for index, name in enumerate(names)}
 
-    def place_of(self, layer: str) -> LayerPlacement:
-        """Returns the placement of a layer; see `PoolLayout.place_of`."""
-        return self.buffers.layout.place_of(layer)
+    def placement_of(self, layer: str) -> LayerPlacement:
+        """Returns the placement of a layer; see `PoolLayout.placement_of`."""
+        return self.buffers.layout.placement_of(layer)
 
     def owner_of(self, layer: str) -> str:
         """Returns the layer whose cache a layer reads: itself, or the one that it shares."""
-        self.place_of(layer)
+        self.placement_of(layer)
         return dict(self.buffers.layout.shared).get(layer, layer)
 
     def context_rank(self) -> int | jax.Array:
@@ -118,9 +118,9 @@ class CacheLayout:
             return 0
         return self.buffers.page_placement(layer).layer * self.num_blocks
 
-    def check_ids(self, layer: str, period: Period, per_block: int, what: str) -> None:
+    def check_ids(self, layer: str, layer_index: LayerIndex, per_block: int, what: str) -> None:
         """Raises ValueError if int32 cannot count the parts of the view of each layer asked for."""
-        names = (layer,) if period is None else self.buffers.period_layers(layer)
+        names = (layer,) if layer_index is None else self.buffers.stacked_layers(layer)
         last = max(names, key=self.id_offset)
         parts = (self.id_offset(last) + self.num_blocks) * per_block
         if parts > INT32_MAX:
@@ -129,8 +129,8 @@ class CacheLayout:
                 "int32 counts; make the cache with stacked=False"
             )
 
-    def of_period(
-        self, layer: str, period: Period, number_of: Callable[[str], int], fill: int
+    def at_layer_index(
+        self, layer: str, layer_index: LayerIndex, number_of: Callable[[str], int], fill: int
     ) -> Array | int:
         """Returns a number of a layer, or of the layer of its group that a period names.
 
@@ -143,25 +143,25 @@ class CacheLayout:
         Raises:
           TypeError: a period that is neither an int nor int32.
           ValueError: a period that is not a scalar, a layer without periods
-            (`KVCache.period_layers`), or an int that is out of range.
+            (`KVCache.stacked_layers`), or an int that is out of range.
         """
-        if period is None:
+        if layer_index is None:
             return number_of(layer)
-        names = self.buffers.period_layers(layer)
+        names = self.buffers.stacked_layers(layer)
         numbers = [number_of(name) for name in names]
-        if isinstance(period, int):
-            if not 0 <= period < len(names):
+        if isinstance(layer_index, int):
+            if not 0 <= layer_index < len(names):
                 raise ValueError(
-                    f"period={period} is not in 0..{len(names) - 1}: layer={layer!r} has "
+                    f"layer_index={layer_index} is not in 0..{len(names) - 1}: layer={layer!r} has "
                     f"{len(names)} layers of its kind in its group"
                 )
-            return numbers[period]
-        check_int32(period=period)
-        if period.shape:
+            return numbers[layer_index]
+        check_int32(layer_index=layer_index)
+        if layer_index.shape:
             raise ValueError(
-                f"period has shape {period.shape}; pass the index of one layer, int32[]"
+                f"period has shape {layer_index.shape}; pass the index of one layer, int32[]"
             )
-        return take(jnp.array(numbers, jnp.int32), jnp.asarray(period), fill)
+        return take(jnp.array(numbers, jnp.int32), jnp.asarray(layer_index), fill)
 
     def __repr__(self) -> str:
         return (

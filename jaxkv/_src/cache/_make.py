@@ -61,7 +61,7 @@ def make_cache(
       order: physical order of layer, block, head, token and content: one of
         `jaxkv.layout.ORDERS`, "NHD" or "HND".
       stacked: True: one buffer for all tensors of one page size. False: one buffer per tensor.
-        Each array of a jitted call costs the host some microseconds, and ``period=`` needs the
+        Each array of a jitted call costs the host some microseconds, and ``layer_index=`` needs the
         stack; but a kernel then sees one buffer of all layers, whose ids run through all of
         them. None: stacked, unless int32 cannot count the slots of all layers together.
       interleave_tokens: with context parallelism, consecutive positions that a rank gets at a
@@ -145,7 +145,7 @@ def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
         raise ValueError(
             "the cache has no scales; make it with scales=(1.0, 1.0) to set them later"
         )
-    number = cache.layout.layer_index
+    number = cache.layout.layer_numbers
     is_set = np.zeros((len(number), 1), bool)
     rows: list[Any] = [np.zeros(2, np.float32)] * len(number)
     for layer, pair in _by_layer(cache.layout, scales).items():
@@ -302,9 +302,9 @@ def _make_scales(
 ) -> Array | None:
     if scales is None:
         return None
-    table = np.ones((len(layout.layer_index), 2), np.float32)
+    table = np.ones((len(layout.layer_numbers), 2), np.float32)
     for layer, pair in _by_layer(layout, scales).items():
-        table[layout.layer_index[layout.owner_of(layer)]] = [np.asarray(s) for s in pair]
+        table[layout.layer_numbers[layout.owner_of(layer)]] = [np.asarray(s) for s in pair]
     return copied(table, device)
 
 
@@ -316,7 +316,7 @@ def _is_positive(scale: float | Array) -> bool:
 def _by_layer(layout: CacheLayout, scales: Scale | Mapping[str, Scale]) -> Mapping[str, Scale]:
     """Returns the pair of each named layer, or of all layers if none is named."""
     if not isinstance(scales, Mapping):
-        scales = dict.fromkeys(layout.layer_index, scales)
+        scales = dict.fromkeys(layout.layer_numbers, scales)
     for pair in scales.values():
         if not isinstance(pair, Sequence) or [np.ndim(scale) for scale in pair] != [0, 0]:
             raise TypeError(

@@ -17,7 +17,7 @@ BAD_ROW = 1
 
 BAD_BLOCK_ID = 2
 
-BAD_COLUMN = 4
+BAD_LOGICAL_BLOCK = 4
 
 NO_BLOCK = 8
 
@@ -29,7 +29,7 @@ LOST_UPLOAD = 64
 
 REPEATED_UPLOAD = 128
 
-BAD_PERIOD = 256
+BAD_LAYER_INDEX = 256
 
 STALE_BATCH = 512
 
@@ -38,7 +38,7 @@ MAX_SHOWN = 8  # rows, and ids per row, that Jupyter shows
 _REASONS = {
     BAD_ROW: "a row out of range",
     BAD_BLOCK_ID: "a block id outside the pool",
-    BAD_COLUMN: "more blocks for a row than it has columns",
+    BAD_LOGICAL_BLOCK: "more blocks for a row than it has columns",
     NO_BLOCK: "a request lacks a block: the manager did not grow it, or an upload was lost",
     TOO_LONG: "a request with more tokens than the step's shape allows",
     BAD_BATCH: "new tokens that are negative, more than the step's shape allows, or not where "
@@ -46,7 +46,7 @@ _REASONS = {
     LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap. Run every "
     "upload once and in order, or call BlockManager.reset and compute all requests again",
     REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
-    BAD_PERIOD: "a period beyond the layers of its group",
+    BAD_LAYER_INDEX: "a period beyond the layers of its group",
     STALE_BATCH: "a batch of another step than the cache's: go on with the cache that each call "
     "returns, and with the batch that apply_step returned with it",
 }
@@ -135,13 +135,13 @@ class KVCache:
         """Bytes of the pool, over all devices together."""
         return sum(buffer.size for buffer in self.buffers)
 
-    def period_layers(self, layer: str) -> tuple[str, ...]:
-        """Returns the layers that ``period=`` indexes: those of the layer's group and spec.
+    def stacked_layers(self, layer: str) -> tuple[str, ...]:
+        """Returns the layers that ``layer_index=`` indexes: those of the layer's group and spec.
 
         Raises:
           ValueError: the layers lie in several buffers, or share one page.
         """
-        return self.layout.buffers.period_layers(layer)
+        return self.layout.buffers.stacked_layers(layer)
 
     def partition_specs(self) -> "KVCache":
         """Returns the cache's sharding for ``jax.shard_map``: a cache of PartitionSpecs."""

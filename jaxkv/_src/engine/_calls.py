@@ -9,11 +9,11 @@ from jax import Array
 
 from jaxkv._src.cache import CacheError
 from jaxkv._src.engine._device import Device
-from jaxkv._src.engine._packer import NONE_DRAWN, Packer, Step
+from jaxkv._src.engine._packer import NONE_SAMPLED, Packer, Step
 from jaxkv._src.engine._samples import Sample
 from jaxkv._src.engine._sampling import FinishReason, Output
 
-CALLS_AHEAD = 2  # one runs while the next one waits for it
+LOOKAHEAD_CALLS = 2  # one runs while the next one waits for it
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,13 +48,13 @@ class Calls:
         self.device.check_awake()
         self.device.restore()
         num_left = len(self.in_flight) - 1
-        if len(self.in_flight) < CALLS_AHEAD:  # or a wait for the oldest was interrupted
+        if len(self.in_flight) < LOOKAHEAD_CALLS:  # or a wait for the oldest was interrupted
             self.is_broken = True
             calls = self.packer.pack(self.decode_steps)
             for steps in calls:
                 self._start(steps)
             self.is_broken = False
-            num_left = CALLS_AHEAD - 1 if calls else num_left
+            num_left = LOOKAHEAD_CALLS - 1 if calls else num_left
         if self.packer.samples.of and not self.in_flight:
             raise RuntimeError(f"{self.packer.scheduler!r} found no work, although requests wait")
         self._collect(num_left)
@@ -71,7 +71,7 @@ class Calls:
             self._collect(0)
         self.is_broken = self.is_broken or self.device.was_taken
         self.mend()
-        self.packer.drawn = NONE_DRAWN  # the host knows all tokens
+        self.packer.sampled = NONE_SAMPLED  # the host knows all tokens
 
     def abort(self, request: Hashable) -> None:
         """Ends all samples of a request."""
@@ -99,7 +99,7 @@ class Calls:
         self.is_broken = True
         packer, samples = self.packer, self.packer.samples
         self.in_flight.clear()
-        packer.drawn = NONE_DRAWN
+        packer.sampled = NONE_SAMPLED
         for sample in samples.listed():
             if sample.reason is None and (reason := sample.end_reason()) is not None:
                 self._note(sample).reason = reason
@@ -118,8 +118,8 @@ class Calls:
     # --- one call -----------------------------------------------------------------
 
     def _start(self, steps: list[Step]) -> None:
-        if steps[0].moves is not None:  # no later step of a call has any
-            self.device.move(steps[0].moves)
+        if steps[0].transfers is not None:  # no later step of a call has any
+            self.device.transfer(steps[0].transfers)
         self.in_flight.append((steps, self.device.run(tuple([step.upload for step in steps]))))
         self.packer.stats.calls += 1
 
@@ -135,10 +135,10 @@ class Calls:
                 raise
             self.is_broken = True
             self.in_flight.pop(0)
-            for drawn, step in zip(outs, steps, strict=True):
-                if drawn[-1]:
-                    raise CacheError(int(drawn[-1]))
-                self._take(drawn, step.drawn.samples)
+            for sampled, step in zip(outs, steps, strict=True):
+                if sampled[-1]:
+                    raise CacheError(int(sampled[-1]))
+                self._take(sampled, step.sampled.samples)
             self.is_broken = False
 
     def _take(self, out: np.ndarray, samples: list[Sample]) -> None:
@@ -146,10 +146,10 @@ class Calls:
         stats, half, count = self.packer.stats, out.size // 2, len(samples)
         numbers = out[:count].tolist(), out[half:][:count].view(np.float32).tolist()
         # The others ended before these tokens.
-        drawn = [one for one in zip(samples, *numbers, strict=True) if one[0].reason is None]
-        stats.sampled_tokens += len(drawn)
-        stats.nan_tokens += sum([logprob != logprob for _, _, logprob in drawn])
-        for sample, token, logprob in drawn:
+        sampled = [one for one in zip(samples, *numbers, strict=True) if one[0].reason is None]
+        stats.sampled_tokens += len(sampled)
+        stats.nan_tokens += sum([logprob != logprob for _, _, logprob in sampled])
+        for sample, token, logprob in sampled:
             tokens, sampling = sample.tokens, sample.sampling
             self.changed.setdefault(sample, len(tokens))
             if sampling.logprobs:

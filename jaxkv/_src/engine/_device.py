@@ -14,15 +14,15 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv._src.cache import KVCache, check_cache
-from jaxkv._src.engine._draw import draw, fields_of
+from jaxkv._src.engine._sampler import draw, fields_of
 from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.indexing import take
-from jaxkv._src.internal.kept import keep_in, place_for
 from jaxkv._src.internal.numbers import NULL_BLOCK
-from jaxkv._src.moving import HostBlocks, MoveError
+from jaxkv._src.internal.persistent_jit import folder_for, persist_in
+from jaxkv._src.offload import Transfers
+from jaxkv._src.offload.host_blocks import HostBlocks, TransferError
 from jaxkv._src.sleeping import CacheTemplate, SleepError, SleepingCache
 from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
-from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import Upload
 
 Forward = Callable[[Any, StepContext], Any]
@@ -61,7 +61,7 @@ class Device:
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
         # of one that no step shall go on from. They have the sharding of what steps return.
         self._num_drawn, self._sharding = num_drawn, cache.status.sharding
-        self._drawn: Any = self._none_drawn()
+        self._sampled: Any = self._none_sampled()
         jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="kind")
         options = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
         self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | o) for o in options]
@@ -74,7 +74,7 @@ class Device:
                 "engine, which owns it; the next step goes on with a new one"
             )
         try:
-            (self.cache, self._drawn), out = self._step_of(uploads)(*self._arguments(uploads))
+            (self.cache, self._sampled), out = self._step_of(uploads)(*self._arguments(uploads))
         except Exception as error:
             if _has_deleted(self.params):
                 raise RuntimeError(
@@ -102,7 +102,7 @@ class Device:
 
     def discard(self) -> None:
         """Gives up all arrays that steps return, because one of them has failed."""
-        self.cache = self._drawn = None
+        self.cache = self._sampled = None
 
     def restore(self) -> None:
         """Allocates what failed or interrupted calls have lost, without the content."""
@@ -111,8 +111,8 @@ class Device:
         if self.was_waking or not (self._is_asleep or _is_ready(self.cache)):
             self.cache = None  # or there are two for a moment
             self.cache = self._template.make()
-        if not _is_ready(self._drawn):
-            self._drawn = self._none_drawn()
+        if not _is_ready(self._sampled):
+            self._sampled = self._none_sampled()
         self.host_blocks = HostBlocks()
         self.may_be_lost = False
 
@@ -120,11 +120,11 @@ class Device:
         """Makes the cache this one's, so that no other engine takes it."""
         _OWNERS.add(self)
 
-    def move(self, moves: Moves) -> None:
-        """Moves blocks between the memories, before the next steps."""
+    def transfer(self, transfers: Transfers) -> None:
+        """Transfers blocks between the memories, before the next steps."""
         try:
-            self.cache = self.host_blocks.move(self.cache, moves)
-        except MoveError as error:
+            self.cache = self.host_blocks.transfer(self.cache, transfers)
+        except TransferError as error:
             self.cache = error.cache
             raise
 
@@ -162,14 +162,14 @@ class Device:
     def _is_asleep(self) -> bool:
         return isinstance(self.cache, SleepingCache)
 
-    def _none_drawn(self) -> Array:
+    def _none_sampled(self) -> Array:
         return jax.device_put(jnp.zeros(self._num_drawn, jnp.int32), self._sharding)
 
     def _step_of(self, uploads: Uploads) -> Any:
         return self.steps[uploads[0].shape.max_tokens <= FEW_TOKENS]
 
     def _arguments(self, uploads: Uploads) -> tuple[Any, State, Uploads, Kind]:
-        return self.params, (self.cache, self._drawn), uploads, self.kind
+        return self.params, (self.cache, self._sampled), uploads, self.kind
 
     def _run_steps(
         self, params: Any, state: State, uploads: Uploads, kind: Kind
@@ -187,7 +187,7 @@ class Device:
           The state, and int32[steps, 2 * S + 1]: tokens, the bits of their log-probabilities, and
           the error flags of the cache.
         """
-        with keep_in(self._only and place_for(self._only)):
+        with persist_in(self._only and folder_for(self._only)):
             if len(uploads) == 1:
                 state, out = self._run_step(params, kind, False, state, uploads[0])
                 return state, out[None]
@@ -208,13 +208,13 @@ class Device:
         self.vocab_size = logits.shape[-1]
         cache, of = context.done(), fields_of(context.batch.extra[upload.shape.max_tokens :])
         tokens, logprobs = draw(logits, of, kind)
-        drawn = tokens
+        sampled = tokens
         if has_ended is not None:
             is_last = (tokens[:, None] == of["stops"]).any(axis=1)
-            drawn = jnp.where(is_last | has_ended[of["index"][:, 0]], -1, tokens)
-        drawn = lax.dynamic_update_slice(state[1], drawn, of["place"][0])
+            sampled = jnp.where(is_last | has_ended[of["index"][:, 0]], -1, tokens)
+        sampled = lax.dynamic_update_slice(state[1], sampled, of["place"][0])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
-        return (cache, drawn), jnp.concatenate([tokens, bits, cache.error_flags[None]])
+        return (cache, sampled), jnp.concatenate([tokens, bits, cache.error_flags[None]])
 
 
 def _check_free(cache: KVCache) -> None:

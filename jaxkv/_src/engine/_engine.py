@@ -5,12 +5,12 @@ from typing import Any, Literal
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
-from jaxkv._src.engine._calls import CALLS_AHEAD, Calls
+from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
 from jaxkv._src.engine._device import Device, Forward
-from jaxkv._src.engine._ladder import Ladder, check_reproducible
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
 from jaxkv._src.engine._sampling import Kind, Output, Sampling, Stats
+from jaxkv._src.engine._shape_buckets import ShapeBuckets, check_reproducible
 from jaxkv._src.engine._states import awake, fall_asleep, set_params, warm_up
 from jaxkv._src.internal.checks import (
     check_at_most,
@@ -22,10 +22,10 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.unique import Unique
+from jaxkv._src.offload import HostMemory
 from jaxkv._src.planning import Plan, stores_encoder_tokens
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
-from jaxkv._src.tier import HostMemory
 
 
 class Engine(Unique):
@@ -121,30 +121,30 @@ class Engine(Unique):
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
-        ahead = CALLS_AHEAD * decode_steps
+        lookahead = LOOKAHEAD_CALLS * decode_steps
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=max_tokens,
             forks=min(max_requests, 32) if forks is None else forks,
             tokens=self._samples.tokens,
             chunk_tokens=chunk_tokens,
-            steps_ahead=ahead,
+            lookahead_steps=lookahead,
         )
         sizes = max_requests, max_tokens, shared_prefixes
-        self._ladder = Ladder(self._scheduler, *sizes, reproducible=reproducible)
+        self._buckets = ShapeBuckets(self._scheduler, *sizes, reproducible=reproducible)
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
-        num_drawn = (ahead + 2) * max_requests  # of idle steps, and of those not collected yet
+        num_drawn = (lookahead + 2) * max_requests  # of idle steps, and of those not collected yet
         self._device = Device(forward, params, cache, num_drawn)
         if reproducible:
             self._device.kind = Kind.LIMITED  # one compiled step for all samplings
-        self._device.trace((self._ladder.to_trace.idle(),))
+        self._device.trace((self._buckets.to_trace.idle(),))
         parts = self._scheduler, self._samples, self.stats, self._device.ring(decode_steps)
-        self._packer = Packer(self.manager, self._ladder, *parts, num_drawn)
+        self._packer = Packer(self.manager, self._buckets, *parts, num_drawn)
         self._calls = Calls(self._device, self._packer, decode_steps)
         self._device.take_over()
 
     def __repr__(self) -> str:
-        return f"Engine({self._scheduler!r}, {len(self._ladder.shapes)} shapes)"
+        return f"Engine({self._scheduler!r}, {len(self._buckets.shapes)} shapes)"
 
     # --- requests -----------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Engine(Unique):
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes on their way to host memory and back; `BlockManager.tier_stats` counts the rest."""
+        """Bytes on their way to host memory and back; see also `BlockManager.offload_stats`."""
         return self._device.host_blocks.bytes_in_flight
 
     # --- weights and memory -------------------------------------------------------

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.engine._ladder import Ladder
 from jaxkv._src.engine._samples import RECORD, Sample, Samples
 from jaxkv._src.engine._sampling import Stats
+from jaxkv._src.engine._shape_buckets import ShapeBuckets
+from jaxkv._src.offload import Transfers
 from jaxkv._src.scheduler import Schedule, Scheduler
-from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import Ring, StepShape, Upload
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """The samples that a step draws a token for.
 
     places: by name, `Schedule.samples` of the step.
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
     slots: np.ndarray
 
 
-NONE_DRAWN = Drawn({}, [], np.zeros(0, np.int64))
+NONE_SAMPLED = Sampled({}, [], np.zeros(0, np.int64))
 
 
 class Step(NamedTuple):
@@ -38,8 +38,8 @@ class Step(NamedTuple):
     """
 
     upload: Upload
-    drawn: Drawn = NONE_DRAWN
-    moves: Moves | None = None
+    sampled: Sampled = NONE_SAMPLED
+    transfers: Transfers | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,14 +53,14 @@ class Packer:
     """
 
     manager: BlockManager
-    ladder: Ladder
+    buckets: ShapeBuckets
     scheduler: Scheduler
     samples: Samples
     stats: Stats
     ring: Ring | None
     num_drawn: int
     place: int = 0
-    drawn: Drawn = NONE_DRAWN
+    sampled: Sampled = NONE_SAMPLED
 
     def pack(self, most_steps: int) -> list[list[Step]]:
         """Packs some decodes of one shape, or one other step; none if there is no work.
@@ -80,7 +80,7 @@ class Packer:
                     idle = [Step(shape.idle(self.ring)) for _ in range(most_steps - len(steps))]
                 break
             num_tokens = sum(schedule.work.values())
-            wanted = self.ladder.fitting(schedule, num_tokens)
+            wanted = self.buckets.fitting(schedule, num_tokens)
             if shape is None:
                 shape = wanted
             elif wanted.max_query_len > 1 or wanted.max_tokens > shape.max_tokens:
@@ -89,26 +89,26 @@ class Packer:
             self._count(schedule, num_tokens, shape.max_tokens - num_tokens)
             if shape.max_query_len > 1:
                 break
-        # Moves read what the steps of earlier calls have written.
-        if len(steps + idle) == most_steps and not any(step.moves for step in steps[1:]):
+        # Transfers read what the steps of earlier calls have written.
+        if len(steps + idle) == most_steps and not any(step.transfers for step in steps[1:]):
             return [steps + idle]
         return [[step] for step in steps]
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
-        decodes = len(self.drawn.samples)  # have drawn a token, and want one more
+        decodes = len(self.sampled.samples)  # have drawn a token, and want one more
         if decodes == len(self.samples.of):
             return None
-        return self.ladder.fill(self.scheduler.wanted(), decodes)
+        return self.buckets.fill(self.scheduler.wanted(), decodes)
 
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
-        drawn = self.drawn
-        goes_on = schedule.samples is drawn.places  # those of all running requests
+        sampled = self.sampled
+        goes_on = schedule.samples is sampled.places  # those of all running requests
         if not goes_on:
             samples = [self.samples.of[name] for name in schedule.samples]
             slots = np.array([sample.slot for sample in samples], np.int64)
-            drawn = Drawn(schedule.samples, samples, slots)
-        records, count = self.samples.records[drawn.slots], drawn.slots.size
+            sampled = Sampled(schedule.samples, samples, slots)
+        records, count = self.samples.records[sampled.slots], sampled.slots.size
         ids = -1 - records["place"] if goes_on else self._token_ids(schedule)
         place = self.place % (self.num_drawn - self.manager.max_requests)
         place += self.manager.max_requests  # those before are of idle steps
@@ -120,13 +120,13 @@ class Packer:
         extra[: ids.size] = ids
         extra[shape.max_tokens :].view(RECORD)[:count] = records
         upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
-        self.samples.records[drawn.slots] = records
-        self.place, self.drawn = place, drawn
+        self.samples.records[sampled.slots] = records
+        self.place, self.sampled = place, sampled
         going_on, answers = records["position"] < records["last"], schedule.work
         if not goes_on or np.count_nonzero(going_on) < count:
             answers = dict.fromkeys(itertools.compress(schedule.samples, going_on), 1)
         self.scheduler.append(answers)
-        return Step(upload, drawn, self.manager.take_moves())
+        return Step(upload, sampled, self.manager.take_transfers())
 
     def _count(self, schedule: Schedule, num_tokens: int, num_padded: int) -> None:
         stats = self.stats

@@ -29,7 +29,7 @@ class Kind(enum.IntEnum):
     """The work of a sampler, from the least to the most."""
 
     GREEDY = 0  # the most likely tokens
-    DRAWN = 1
+    SAMPLED = 1
     LIMITED = 2  # drawn, some with top_k, top_p or min_p
 
 
@@ -124,7 +124,7 @@ class Sampling:
         if self.temperature == 0:
             return Kind.GREEDY
         has_limits = self.top_k is not None or self.top_p < 1 or self.min_p > 0
-        return Kind.LIMITED if has_limits else Kind.DRAWN
+        return Kind.LIMITED if has_limits else Kind.SAMPLED
 
 
 class Output(NamedTuple):

@@ -55,17 +55,17 @@ def awake(calls: Calls) -> None:
 
 def warm_up(calls: Calls, samplings: tuple[Sampling, ...]) -> None:
     """Compiles all steps; see `Engine.warm_up`."""
-    device, ladder = calls.device, calls.packer.ladder
+    device, buckets = calls.device, calls.packer.buckets
     calls.settle()
     device.check_awake()
     device.restore()
     calls.is_broken = True
     ring, most = calls.packer.ring, calls.decode_steps
     device.kind = max([device.kind, *(sampling.kind for sampling in samplings)])
-    shapes = [(shape.idle(ring),) for shape in ladder.shapes]
+    shapes = [(shape.idle(ring),) for shape in buckets.shapes]
     if most > 1:
-        shapes += [tuple([one.idle(ring) for _ in range(most)]) for one in ladder.decode.values()]
+        shapes += [tuple([one.idle(ring) for _ in range(most)]) for one in buckets.decode.values()]
     device.warm_up(shapes)
-    if (stats := calls.packer.manager.tier_stats()) is not None:
+    if (stats := calls.packer.manager.offload_stats()) is not None:
         device.cache = device.host_blocks.warm_up(device.cache, stats.num_bytes)
     calls.is_broken = False

@@ -65,7 +65,7 @@ class IdQueue:
         return (at >= self._head) & (self._ids[at] == ids)
 
     def _make_space(self) -> None:
-        """Moves all ids to the beginning of the array; their noted indices become invalid."""
+        """Transfers all ids to the beginning of the array; their noted indices become invalid."""
         ids = self._ids[self._head : self._tail]
         ids = ids[ids > 0] if self.size < ids.size else ids
         self._ids[: ids.size] = ids

@@ -79,12 +79,12 @@ class PoolBuffers:
 
     def buffer_of(self, layer: str) -> int:
         """Returns the index of the buffer that holds a layer."""
-        tensor = self.layout.place_of(layer).tensor
+        tensor = self.layout.placement_of(layer).tensor
         return next(i for i, tensors in enumerate(self.stacks) if tensor in tensors)
 
     def page_placement(self, layer: str) -> PagePlacement:
         """Returns the place of a layer's pages in its buffer."""
-        place = self.layout.place_of(layer)
+        place = self.layout.placement_of(layer)
         tensors = self.stacks[self.buffer_of(layer)]
         return PagePlacement(
             num_blocks=self.num_blocks,
@@ -96,11 +96,11 @@ class PoolBuffers:
 
     def physical_order(self, layer: str) -> PhysicalOrder:
         """Returns the order and the tiles in which a layer is stored."""
-        return PhysicalOrder(self.order, self.tiles[self.layout.place_of(layer).group])
+        return PhysicalOrder(self.order, self.tiles[self.layout.placement_of(layer).group])
 
     def extents(self, layer: str) -> LayerExtents:
         """Returns the extents of a layer in its buffer."""
-        spec = self.layout.place_of(layer).spec
+        spec = self.layout.placement_of(layer).spec
         return self.physical_order(layer).extents(spec, self.page_placement(layer))
 
     @property
@@ -110,16 +110,16 @@ class PoolBuffers:
 
     def view(self, layer: str, kernel_block_size: int | None = None) -> LayerView:
         """Returns a layer as a strided array; see `PhysicalOrder.view`."""
-        spec, place = self.layout.place_of(layer).spec, self.page_placement(layer)
+        spec, place = self.layout.placement_of(layer).spec, self.page_placement(layer)
         return self.physical_order(layer).view(spec, place, kernel_block_size=kernel_block_size)
 
     def byte_view(self, layer: str) -> LayerView:
         """Returns a layer's bytes as contiguous extents; see `PhysicalOrder.byte_view`."""
-        spec, place = self.layout.place_of(layer).spec, self.page_placement(layer)
+        spec, place = self.layout.placement_of(layer).spec, self.page_placement(layer)
         return self.physical_order(layer).byte_view(spec, place)
 
-    def period_layers(self, layer: str) -> tuple[str, ...]:
-        """Returns the layers among which ``period=`` chooses: those of the layer's group and spec.
+    def stacked_layers(self, layer: str) -> tuple[str, ...]:
+        """Returns the layers that ``layer_index=`` indexes: those of the layer's group and spec.
 
         Args:
           layer: any of them.
@@ -128,18 +128,18 @@ class PoolBuffers:
           ValueError: they do not lie at one offset in tensors of one buffer, so that an index
             cannot choose among them.
         """
-        place = self.layout.place_of(layer)
+        place = self.layout.placement_of(layer)
         names = self.layout.groups[place.group].layers
-        names = tuple(name for name in names if self.layout.place_of(name).spec == place.spec)
+        names = tuple(name for name in names if self.layout.placement_of(name).spec == place.spec)
         buffers = {self.buffer_of(name) for name in names}
-        if len({self.layout.place_of(name).offset_bytes for name in names}) > 1:
+        if len({self.layout.placement_of(name).offset_bytes for name in names}) > 1:
             raise ValueError(
-                f"period= cannot choose among the layers {list(names)}, which share one page; "
+                f"layer_index= cannot choose among the layers {list(names)}, which share one page; "
                 'plan with grouping="rule", or name each layer'
             )
         if len(buffers) > 1:
             raise ValueError(
-                f"period= cannot choose among the layers {list(names)}, which lie in "
+                f"layer_index= cannot choose among the layers {list(names)}, which lie in "
                 f"{len(buffers)} buffers; make the cache with stacked=True, or name each layer"
             )
         return names
@@ -159,7 +159,7 @@ class PoolBuffers:
         if PhysicalOrder(self.order).has_whole_pages:
             return 1
         layers = self.layout.tensors[tensor].layers
-        heads = {name: row_format(self.layout.place_of(name).spec).heads for name in layers}
+        heads = {name: row_format(self.layout.placement_of(name).spec).heads for name in layers}
         if len(set(heads.values())) > 1:
             raise ValueError(
                 f"order={self.order!r} divides pages among KV heads, and layers that share "
@@ -281,7 +281,7 @@ def _tile(buffers: PoolBuffers, group: int, size: int | None) -> int | None:
 
 
 def _layer_extents(buffers: PoolBuffers, layer: str, tile: int | None) -> LayerExtents:
-    spec, place = buffers.layout.place_of(layer).spec, buffers.page_placement(layer)
+    spec, place = buffers.layout.placement_of(layer).spec, buffers.page_placement(layer)
     order = PhysicalOrder(buffers.order, tile)
     try:
         if tile is not None or not order.has_whole_pages:

@@ -99,7 +99,7 @@ class PoolLayout:
             f"{self.bytes_per_block:,} bytes per block)"
         )
 
-    def place_of(self, layer: str) -> LayerPlacement:
+    def placement_of(self, layer: str) -> LayerPlacement:
         """Returns the placement of a layer, or of the layer whose cache it shares.
 
         Raises:
@@ -109,7 +109,7 @@ class PoolLayout:
         if not isinstance(layer, str):
             raise TypeError(
                 f"layer must be the name of a layer, got {shown(layer)}; in a loop over layers "
-                "pass the name of any layer of the group and the traced index as period="
+                "pass the name of any layer of the group and the traced index as layer_index="
             )
         if layer not in self._places:
             raise ValueError(f"layer={layer!r} has no cache here; use one of {list(self._places)}")

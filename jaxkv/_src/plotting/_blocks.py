@@ -51,7 +51,7 @@ def plot_layout(layout: PoolLayout) -> "Figure":
     unit, size = byte_unit(end)
     ax.barh(rows, end / size, 0.8, **UNUSED)
     for row, group in enumerate(layout.groups):
-        places = [layout.place_of(layer) for layer in group.layers]
+        places = [layout.placement_of(layer) for layer in group.layers]
         at = [starts[place.tensor] + place.offset_bytes for place in places]
         shown = [i for i, start in enumerate(at) if start < end]
         bars = ax.barh(

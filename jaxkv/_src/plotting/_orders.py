@@ -35,13 +35,13 @@ def plot_orders(orders: Sequence[str | PhysicalOrder] = ORDERS) -> "Figure":
         raise ValueError(
             f"orders={shown(orders)} must be a sequence of at least one; write ('NHD',)"
         )
-    drawn = [
+    sampled = [
         order if isinstance(order, PhysicalOrder) else PhysicalOrder(order) for order in orders
     ]
-    owners = [_owners(order) for order in drawn]
-    figure = new_figure(9, 1.95 * len(drawn))
+    owners = [_owners(order) for order in sampled]
+    figure = new_figure(9, 1.95 * len(sampled))
     for ax, order, owned in zip(
-        figure.subplots(len(drawn), squeeze=False).flat, drawn, owners, strict=True
+        figure.subplots(len(sampled), squeeze=False).flat, sampled, owners, strict=True
     ):
         _draw(ax, order, owned)
     return remove_tight(figure)

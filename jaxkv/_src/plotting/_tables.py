@@ -62,8 +62,8 @@ def plot_block_tables(cache: "KVCache", *, batch: "StepBatch | None" = None) -> 
             bars = ax.barh(lines, 1, 1, starts[group] + at - 0.5, **style)
             write_in(ax, bars, [str(i) if i != NULL_BLOCK else "" for i in ids[where]])
         width = layout.row_blocks[group]
-        drawn = f"{width:,} per row" if count == width else f"{count} of {width:,} shown"
-        names.append(f"group {group}\n{growth.kind} @ {growth.block_size}\n{drawn}")
+        sampled = f"{width:,} per row" if count == width else f"{count} of {width:,} shown"
+        names.append(f"group {group}\n{growth.kind} @ {growth.block_size}\n{sampled}")
     ax.set_xticks(starts[:-1] + (np.array(shown) - 1) / 2, names)
     ax.set_yticks(range(len(rows)), rows)
     ax.set(xlim=(-0.5, starts[-1] - GAP - 0.5), ylim=(max(len(rows), 1) - 0.5, -0.5))
@@ -93,10 +93,10 @@ def _read(cache: "KVCache", batch: "StepBatch") -> np.ndarray:
     return read
 
 
-def _title(cache: "KVCache", used: np.ndarray, drawn: int) -> str:
+def _title(cache: "KVCache", used: np.ndarray, sampled: int) -> str:
     holding = int(used.any(axis=1).sum())
     title = f"{used.sum():,} block ids in {holding:,} of {count_of(cache.max_requests, 'row')}"
-    if drawn < cache.max_requests:
-        title += f", {drawn} drawn"
+    if sampled < cache.max_requests:
+        title += f", {sampled} drawn"
     flags = int(cache.error_flags)
     return f"{title}\n{cache.error(flags)}" if flags else title

@@ -12,12 +12,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.cache import (
-    BAD_PERIOD,
+    BAD_LAYER_INDEX,
     STALE_BATCH,
     CacheLayout,
     GroupBatch,
     KVCache,
-    Period,
+    LayerIndex,
     StepBatch,
     check_cache,
 )
@@ -68,7 +68,7 @@ class LayerForm(NamedTuple):
         return PartitionSpec(*[None] * dim, axis)
 
 
-class LayerPlace(NamedTuple):
+class LayerLocation(NamedTuple):
     """The place of a layer in a cache.
 
     form: shared with all layers that are alike.
@@ -94,7 +94,7 @@ class BoundLayer:
     """
 
     buffer: Array  # uint8[...], the buffer of the pool that holds the layer
-    first: Array  # int32[], the layer's first extent; -1: no layer has this period
+    first: Array  # int32[], the layer's first extent; -1: no layer has this index
     scales: Array | None  # float32[layers, 2], of all layers of the cache; None: 1
     number: Array  # int32[], the layer's row of `scales`
     requests: GroupBatch
@@ -142,7 +142,7 @@ def bind(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> BoundLayer:
     """Resolves a layer, or the layer of its group that a period names, in a step.
@@ -152,15 +152,19 @@ def bind(
 
     Raises:
       TypeError, ValueError: arguments of other types, a batch of another cache, an unknown layer,
-        a cache without a pool, or a bad period (see `CacheLayout.of_period`).
+        a cache without a pool, or a bad period (see `CacheLayout.at_layer_index`).
     """
     check_batch(cache, batch)
     layout = cache.layout
-    layout.place_of(layer)
+    layout.placement_of(layer)
     check_pool(cache)
-    place = place_of(layout, layer)
-    first = layout.of_period(layer, period, lambda name: place_of(layout, name).first, -1)
-    number = layout.of_period(layer, period, lambda name: place_of(layout, name).number, 0)
+    place = placement_of(layout, layer)
+    first = layout.at_layer_index(
+        layer, layer_index, lambda name: placement_of(layout, name).first, -1
+    )
+    number = layout.at_layer_index(
+        layer, layer_index, lambda name: placement_of(layout, name).number, 0
+    )
     import_mosaic(implementation)
     return BoundLayer(
         buffer=cache.buffers[place.buffer],
@@ -185,7 +189,7 @@ def put_back(cache: KVCache, layer: str, bound: BoundLayer, buffer: Array | None
     if buffer is None:
         return dataclasses.replace(cache, status=status)
     buffers = list(cache.buffers)
-    buffers[place_of(cache.layout, layer).buffer] = buffer
+    buffers[placement_of(cache.layout, layer).buffer] = buffer
     return dataclasses.replace(cache, status=status, buffers=tuple(buffers))
 
 
@@ -194,24 +198,24 @@ def _status_after(status: Array, of_batch: Array, first: Array) -> Array:
     # The number passes through in a form in which XLA sees that it stays the same, and so merges
     # the comparisons of all layers.
     number = status[1]
-    flags = bit(STALE_BATCH, number != of_batch[1]) | bit(BAD_PERIOD, first < 0)
+    flags = bit(STALE_BATCH, number != of_batch[1]) | bit(BAD_LAYER_INDEX, first < 0)
     return jnp.stack([status[0] | of_batch[0] | flags, number])
 
 
 @functools.lru_cache(maxsize=4096)
-def place_of(layout: CacheLayout, layer: str) -> LayerPlace:
+def placement_of(layout: CacheLayout, layer: str) -> LayerLocation:
     """Returns the place of a layer in the caches of a layout.
 
     Raises:
       TypeError, ValueError: an unknown layer.
     """
-    place, buffers = layout.place_of(layer), layout.buffers
+    place, buffers = layout.placement_of(layer), layout.buffers
     index, extents = buffers.buffer_of(layer), buffers.extents(layer)
     shape = buffers.shapes[index]
     extents = _cut_to_layer(extents, math.prod(shape))
     form = LayerForm(place.spec, extents._replace(first=0), shape, layout)
-    number = layout.layer_index[layout.owner_of(layer)]
-    return LayerPlace(form, place.group, index, extents.first, number)
+    number = layout.layer_numbers[layout.owner_of(layer)]
+    return LayerLocation(form, place.group, index, extents.first, number)
 
 
 def _cut_to_layer(extents: LayerExtents, num_bytes: int) -> LayerExtents:

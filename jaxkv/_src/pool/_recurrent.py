@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_int32, check_kind
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
@@ -25,7 +25,7 @@ def write_state(
     arrays: Sequence[Array],
     *,
     at: Array | None = None,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> KVCache:
     """Writes one recurrent state per request of a step.
@@ -52,7 +52,7 @@ def write_state(
       TypeError: the layer keeps no states, or ``at`` is not int32.
       ValueError: shapes that do not fit the layer and the batch.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     spec = _state_spec(layer, bound, at)
     check_owner(bound.layout, layer)
     shapes = tuple((batch.shape.batch_size, *shape) for shape in spec.shapes)
@@ -92,7 +92,7 @@ def read_state(
     batch: StepBatch,
     *,
     at: Array | None = None,
-    period: Period = None,
+    layer_index: LayerIndex = None,
 ) -> tuple[Array, ...]:
     """Reads the state that each request of a step resumes from.
 
@@ -117,7 +117,7 @@ def read_state(
       TypeError: the layer keeps no states, or ``at`` is not int32.
       ValueError: ``at`` of another shape.
     """
-    bound = bind(cache, layer, batch, period)
+    bound = bind(cache, layer, batch, layer_index)
     spec = _state_spec(layer, bound, at)
     if at is None and spec.speculative_blocks and spec.cache_mode != "none":
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, Period, StepBatch
+from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_number
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
@@ -65,7 +65,7 @@ def write_tokens(
     keys: Array,
     values: Array,
     *,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> KVCache:
     """Writes the keys and values of a step's tokens into an attention layer.
@@ -83,7 +83,7 @@ def write_tokens(
       keys: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch; any float dtype.
         For cross attention the encoder's keys, [B, E, heads, K].
       values: [T, heads, V], or with the leading axes of ``keys``; any float dtype.
-      period: int32[], may be traced: writes layer ``cache.period_layers(layer)[period]`` instead
+      period: int32[], may be traced: writes layer ``cache.stacked_layers(layer)[period]`` instead
         of ``layer``. For models that scan over their layers with the cache in the carry.
       implementation: as for `pallas_kernels.write_rows`.
 
@@ -96,7 +96,7 @@ def write_tokens(
       ValueError: shapes that do not fit the layer and the batch, or a layer that shares another
         layer's cache.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     check_tokens(layer, bound, keys, values)
     return put_back(cache, layer, bound, _write_tokens(bound, keys, values))
 
@@ -156,7 +156,7 @@ def write_rows(
     rows: Array,
     *,
     mask: Array | None = None,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> KVCache:
     """Writes rows in their stored form: MLA latents, or keys and values already quantized.
@@ -182,7 +182,7 @@ def write_rows(
       TypeError: the layer keeps no rows of tokens, or rows of another dtype.
       ValueError: shapes that do not fit the layer and the batch.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     _check_rows(layer, bound, rows, mask)
     return put_back(cache, layer, bound, _write_rows(bound, rows, mask))
 
@@ -242,7 +242,7 @@ def read_tokens(
     batch: StepBatch,
     *,
     dtype: DTypeLike = jnp.float32,
-    period: Period = None,
+    layer_index: LayerIndex = None,
 ) -> tuple[Array, Array]:
     """Reads the keys and values of all blocks that a step's requests see.
 
@@ -266,7 +266,7 @@ def read_tokens(
     Raises:
       TypeError: the layer keeps no keys and values.
     """
-    bound = bind(cache, layer, batch, period)
+    bound = bind(cache, layer, batch, layer_index)
     _attention_spec(layer, bound.form.spec)
     check_rank_known(bound.layout, layer)
     return _read_tokens(bound, dtype=_dtype_of_numbers(dtype))
@@ -285,7 +285,9 @@ def _read_tokens(bound: BoundLayer, *, dtype: jnp.dtype) -> tuple[Array, Array]:
     return on_devices(read, bound, in_specs=(), out_specs=(by_head, by_head))
 
 
-def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = None) -> Array:
+def read_rows(
+    cache: KVCache, layer: str, batch: StepBatch, *, layer_index: LayerIndex = None
+) -> Array:
     """Reads the stored rows of all blocks that a step's requests see.
 
     Example::
@@ -305,7 +307,7 @@ def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = 
     Raises:
       TypeError: the layer keeps no rows of tokens.
     """
-    bound = bind(cache, layer, batch, period)
+    bound = bind(cache, layer, batch, layer_index)
     token_spec(layer, bound.form.spec)
     check_rank_known(bound.layout, layer)
     return _read_rows(bound)
@@ -344,7 +346,7 @@ def check_rank_known(layout: CacheLayout, layer: str, *, positions: bool = True)
     if layout.axis is None or runs_manually(layout.axis):
         return
     parts = "its own positions" if positions and layout.context_parallel > 1 else ""
-    spec = layout.place_of(layer).spec
+    spec = layout.placement_of(layer).spec
     if isinstance(spec, FullAttentionSpec) and row_format(spec).key_elements is None:
         parts = "the bytes of its own heads, which have no axis of heads"
     if parts:

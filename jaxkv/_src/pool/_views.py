@@ -11,7 +11,7 @@ from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.internal.checks import check_array, check_choice
 from jaxkv._src.layout import LayerView
 from jaxkv._src.pool._bytes import as_dtype, on_devices, to_bytes
-from jaxkv._src.pool._layer import LayerPlace, check_pool, check_whole, place_of
+from jaxkv._src.pool._layer import LayerLocation, check_pool, check_whole, placement_of
 from jaxkv._src.pool._tokens import check_rank_known, token_spec
 
 #: the ids of a block axis: of `StepBatch.kernel_block_tables`, or of `BlockManager.block_ids`
@@ -148,21 +148,21 @@ def describe_bytes(cache: KVCache, layer: str) -> LayerView:
 
 def kernel_block_size(cache: KVCache, layer: str) -> int:
     """Returns the tokens of a layer's kernel blocks."""
-    place = cache.layout.place_of(layer)
+    place = cache.layout.placement_of(layer)
     return place.spec.block_size // cache.layout.blocks_per_kv_block[place.group]
 
 
-def _place_of(cache: KVCache, layer: str) -> LayerPlace:
+def _place_of(cache: KVCache, layer: str) -> LayerLocation:
     """Returns the place of a layer that stores tokens, in a cache with a pool."""
     check_pool(cache)
-    token_spec(layer, cache.layout.place_of(layer).spec)
+    token_spec(layer, cache.layout.placement_of(layer).spec)
     check_rank_known(cache.layout, layer)
-    return place_of(cache.layout, layer)
+    return placement_of(cache.layout, layer)
 
 
 def _view_shape(cache: KVCache, layer: str) -> tuple[tuple[int, ...], str]:
     """Returns shape and dtype of `layer_view`, on one device."""
-    form, buffers = place_of(cache.layout, layer).form, cache.layout.buffers
+    form, buffers = placement_of(cache.layout, layer).form, cache.layout.buffers
     spec = token_spec(layer, form.spec)
     page_bytes = buffers.page_placement(layer).page_bytes
     if page_bytes != spec.data_bytes:
@@ -183,12 +183,12 @@ def _view_axes(cache: KVCache, layer: str) -> str:
     """Returns the letters of the axes of `layer_view`."""
     buffers = cache.layout.buffers
     axes = buffers.order if buffers.stacked else buffers.order.replace("L", "")
-    if not place_of(cache.layout, layer).form.has_heads:
+    if not placement_of(cache.layout, layer).form.has_heads:
         axes = axes.replace("H", "")
     return axes[1:] if buffers.counts_through else axes
 
 
 def _by_head(cache: KVCache, layer: str) -> PartitionSpec:
     """Returns the PartitionSpec of `layer_view`; rows without an axis of heads are not divided."""
-    form = place_of(cache.layout, layer).form
+    form = placement_of(cache.layout, layer).form
     return form.by_head(_view_axes(cache, layer).find("H"))

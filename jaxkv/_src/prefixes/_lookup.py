@@ -84,7 +84,7 @@ def find(
     columns = [
         np.concatenate([node.blocks[group] for node in path]) for group in range(len(tree.policies))
     ]
-    end_id = tree.host_ids if on_device else tree.frozen_before.size
+    end_id = tree.host_ids if on_device else tree.read_only_until.size
     if on_device:
         columns = [np.where(ids < end_id, ids, EVICTED) for ids in columns]
     checkpoint: Checkpoint | None = None

@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.specs import Growth
 
-WHOLE = np.iinfo(np.int64).max  # `frozen_before` of a block of which no byte may change
+WHOLE = np.iinfo(np.int64).max  # `read_only_until` of a block of which no byte may change
 PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
 
 

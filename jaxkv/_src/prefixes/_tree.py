@@ -33,7 +33,7 @@ class PrefixTree:
     def __init__(
         self,
         policies: Sequence[PrefixPolicy],
-        frozen_before: np.ndarray,
+        read_only_until: np.ndarray,
         *,
         max_tokens: int,
         host_ids: int,
@@ -42,23 +42,23 @@ class PrefixTree:
 
         Args:
           policies: one per group.
-          frozen_before: int64[N], which the tree writes: the position before which no token of a
+          read_only_until: int64[N], which the tree writes: the position before which no token of a
             block may be overwritten; 0: the block is not kept.
           host_ids: the first id of a block in host memory; N: there are none.
           max_tokens: tokens to remember, as for `PromptTree`.
         """
         self.policies = tuple(policies)
-        self.frozen_before, self.host_ids = frozen_before, host_ids
+        self.read_only_until, self.host_ids = read_only_until, host_ids
         sizes = [policy.block for policy in self.policies]
         self.grid = math.lcm(*sizes)
         self._new_prompts = functools.partial(PromptTree, sizes, max_tokens)
         self.has_states = any(policy.by_checkpoint for policy in self.policies)
         # The node and group (see `_place`) and the column that a block is kept for. Arrays, because
         # a step evicts many blocks at once.
-        self._place_of = np.full(frozen_before.size, -1, np.int64)  # -1: for none
-        self._column_of = np.full(frozen_before.size, 0, np.int64)
-        self._is_in_checkpoint = np.zeros(frozen_before.size, bool)
-        self.same_before = np.zeros(frozen_before.size, np.int64)
+        self._place_of = np.full(read_only_until.size, -1, np.int64)  # -1: for none
+        self._column_of = np.full(read_only_until.size, 0, np.int64)
+        self._is_in_checkpoint = np.zeros(read_only_until.size, bool)
+        self.same_before = np.zeros(read_only_until.size, np.int64)
         self.on_recomputed: Callable[[np.ndarray, np.ndarray], None] | None = None
         self._forget_all()
 
@@ -67,12 +67,12 @@ class PrefixTree:
         self.prompts = self._new_prompts()
         self._of_block: dict[int, list[Checkpoint]] = {}
         self.checkpoints = Checkpoints()
-        self.parked: dict[Checkpoint, None] = {}
+        self.swapped: dict[Checkpoint, None] = {}
 
     def clear(self) -> np.ndarray:
         """Forgets everything, and returns the blocks that were kept."""
-        kept = self.frozen_before.nonzero()[0]
-        self.frozen_before[:] = 0
+        kept = self.read_only_until.nonzero()[0]
+        self.read_only_until[:] = 0
         self._place_of[:], self._is_in_checkpoint[:] = -1, False
         self._forget_all()
         return kept
@@ -178,7 +178,7 @@ class PrefixTree:
             else:
                 here[:] = kept
             self._place_of[kept], self._column_of[kept] = self._place(node, group), columns
-            self.frozen_before[kept] = (columns + 1) * block
+            self.read_only_until[kept] = (columns + 1) * block
 
     def _take_over(self, here: np.ndarray, made: np.ndarray, ends: np.ndarray) -> bool:
         """Keeps blocks on the device in place of those with the same content in host memory.
@@ -191,8 +191,8 @@ class PrefixTree:
         Returns:
           Whether any is taken over.
         """
-        is_new = (here >= self.host_ids) & (self.frozen_before[made] == 0)
-        at = (is_new & (self.frozen_before[here] <= ends)).nonzero()[0]
+        is_new = (here >= self.host_ids) & (self.read_only_until[made] == 0)
+        at = (is_new & (self.read_only_until[here] <= ends)).nonzero()[0]
         if at.size:
             ids, into = here[at].astype(np.intp), made[at]
             self.move(ids, into)
@@ -211,18 +211,18 @@ class PrefixTree:
         self.checkpoints.add(made)
         return made
 
-    def park(self, parked: Checkpoint) -> None:
+    def swap_out(self, swapped: Checkpoint) -> None:
         """Keeps all blocks of a preempted request, until one of them is forgotten."""
         self.state = object()
-        self._freeze(parked)
-        self.parked[parked] = None
+        self._freeze(swapped)
+        self.swapped[swapped] = None
 
     def _freeze(self, made: Checkpoint) -> None:
         for block_id in made.blocks[made.blocks > 0].tolist():
             self._of_block.setdefault(block_id, []).append(made)
             self._is_in_checkpoint[block_id] = True
-            until = max(self.frozen_before.item(block_id), made.until(block_id))
-            self.frozen_before[block_id] = until
+            until = max(self.read_only_until.item(block_id), made.until(block_id))
+            self.read_only_until[block_id] = until
 
     # --- forgetting -----------------------------------------------------------------
 
@@ -236,13 +236,13 @@ class PrefixTree:
             if not others:
                 del self._of_block[block_id]
                 self._is_in_checkpoint[block_id] = False
-            until = self.frozen_before[block_id] = self._until(block_id)
+            until = self.read_only_until[block_id] = self._until(block_id)
             # A request may write on from there, and what it wrote may be kept, too.
             self.same_before[block_id] = min(self.same_before[block_id], until)
             if not until:
                 freed.append(block_id)
         self.checkpoints.remove(checkpoint)
-        self.parked.pop(checkpoint, None)
+        self.swapped.pop(checkpoint, None)
         checkpoint.blocks = np.where(checkpoint.blocks, EVICTED, 0).astype(np.int32)
         return freed
 
@@ -259,7 +259,7 @@ class PrefixTree:
         for block_id in ids[self._is_in_checkpoint[ids]].tolist():
             for checkpoint in list(self._of_block.get(block_id, ())):
                 freed += self.drop_checkpoint(checkpoint)
-        self._place_of[ids], self.frozen_before[ids] = -1, 0
+        self._place_of[ids], self.read_only_until[ids] = -1, 0
         return [block_id for block_id in freed if not (ids == block_id).any()]
 
     def _replace(self, ids: np.ndarray, into: np.ndarray) -> None:
@@ -291,11 +291,11 @@ class PrefixTree:
         self._column_of[into] = self._column_of[ids]
         for array, empty in (
             (self._place_of, -1),
-            (self.frozen_before, 0),
+            (self.read_only_until, 0),
             (self._is_in_checkpoint, False),
         ):
             array[into], array[ids] = array[ids], empty
-        self.same_before[into] = self.frozen_before[into]
+        self.same_before[into] = self.read_only_until[into]
         in_checkpoints = self._is_in_checkpoint[into]
         new_of = dict(zip(ids[in_checkpoints].tolist(), into[in_checkpoints].tolist(), strict=True))
         moved: dict[Checkpoint, None] = {}
@@ -306,5 +306,5 @@ class PrefixTree:
             self.checkpoints.remove(checkpoint)
             blocks = [new_of.get(block_id, block_id) for block_id in checkpoint.blocks.tolist()]
             checkpoint.blocks = np.array(blocks, np.int32)
-            if checkpoint not in self.parked and (checkpoint.blocks < self.host_ids).all():
+            if checkpoint not in self.swapped and (checkpoint.blocks < self.host_ids).all():
                 self.checkpoints.add(checkpoint)

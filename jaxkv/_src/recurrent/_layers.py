@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_flag, check_number, check_positive
-from jaxkv._src.internal.kept import kept_jit
+from jaxkv._src.internal.persistent_jit import persistent_jit
 from jaxkv._src.pool import SAME, BoundLayer, bind, on_devices, put_back
 from jaxkv._src.recurrent._heads import (
     Heads,
@@ -42,7 +42,7 @@ def gated_delta(
     num_key_heads: int,
     conv_bias: Array | None = None,
     scale: float | None = None,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
     """Runs a gated delta net (Qwen3-Next, Kimi Linear) over a step's tokens, states in place.
@@ -73,7 +73,7 @@ def gated_delta(
       num_key_heads: heads of queries and of keys, a divisor of value_heads.
       conv_bias: [channels]; None: zeros.
       scale: factor of the queries; None: ``K ** -0.5``.
-      period: int32[], may be traced: uses layer ``cache.period_layers(layer)[period]`` instead of
+      period: int32[], may be traced: uses layer ``cache.stacked_layers(layer)[period]`` instead of
         ``layer``; see `write_tokens`.
       implementation: as for `pallas_kernels.gated_delta_rule`.
 
@@ -87,7 +87,7 @@ def gated_delta(
         ``speculative_blocks`` and another ``cache_mode`` than "none".
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     spec = check_states(layer, bound, (2, 3))
     check_positive(num_key_heads=num_key_heads)
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
@@ -118,7 +118,7 @@ def mamba2(
     conv_weights: Array,
     num_groups: int,
     conv_bias: Array | None = None,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
     """Runs a Mamba-2 mixer over a step's tokens, states in place.
@@ -145,7 +145,7 @@ def mamba2(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     spec = check_states(layer, bound, (2, 3))
     check_positive(num_groups=num_groups)
     heads, keys, values = _heads(bound, spec, "num_groups", num_groups)
@@ -169,7 +169,7 @@ def linear_attention(
     *,
     num_key_heads: int | None = None,
     scale: float = 1.0,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
     """Runs linear attention with decay (MiniMax-Text) over a step's tokens, states in place.
@@ -192,7 +192,7 @@ def linear_attention(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     spec, tokens = check_states(layer, bound, (3,)), batch.token_shape
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
@@ -218,7 +218,7 @@ def short_conv(
     conv_weights: Array,
     conv_bias: Array | None = None,
     silu: bool = False,
-    period: Period = None,
+    layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
     """Runs a short causal convolution (LFM2) over a step's tokens, its last inputs in place.
@@ -238,7 +238,7 @@ def short_conv(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
-    bound = bind(cache, layer, batch, period, implementation)
+    bound = bind(cache, layer, batch, layer_index, implementation)
     spec = check_states(layer, bound, (2,))
     check_flag(silu=silu)
     parts = (Heads(bound.ranks_of_heads, spec.shapes[0][1]),)
@@ -295,7 +295,7 @@ def _finish(
     return put_back(cache, layer, bound, buffer), out
 
 
-@kept_jit
+@persistent_jit
 def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
     """Returns the buffer with the states written, and the outputs, [T, ...].
 

@@ -12,7 +12,7 @@ from jaxkv._src.scheduler._queues import Queues
 from jaxkv._src.scheduler._requests import ANYWHERE, Request
 
 
-class Room:
+class AdmissionBudget:
     """Blocks that are left for requests that start, kept up to date while they do.
 
     owed: with preemption, free blocks that unfinished prompts will still take.
@@ -20,14 +20,14 @@ class Room:
       and the most that computing the prompt of one of them takes in addition.
     """
 
-    def __init__(self, owed: int, blocks: tuple[int, int]):
-        self.owed, (self.steady, self.in_flight) = owed, blocks
+    def __init__(self, reserved: int, blocks: tuple[int, int]):
+        self.reserved, (self.steady, self.in_flight) = reserved, blocks
 
-    def take(self, request: Request, owed: int) -> None:
+    def take(self, request: Request, reserved: int) -> None:
         """Counts a request that starts, and the free blocks that its prompt will take."""
         steady, in_flight = request.blocks
         self.steady, self.in_flight = self.steady + steady, max(self.in_flight, in_flight)
-        self.owed += owed
+        self.reserved += reserved
 
 
 class Admission:
@@ -48,10 +48,10 @@ class Admission:
         queues, found, count = self._queues, 0, 0
         if not queues.may_admit:
             return found, bool(queues.waiting)
-        room = self._room()
+        room = self._budget_left()
         for request in itertools.islice(queues.waiting, queues.num_free_rows):
             blocks = self._prompt_blocks(request)
-            if not self._has_room(request, room, blocks):
+            if not self._fits_budget(request, room, blocks):
                 break
             room.take(request, blocks)
             found, count = found + queues.num_tokens(request), count + 1
@@ -63,7 +63,7 @@ class Admission:
         Args:
           may_wait: whether those that wait for host memory get no tokens, because others have work.
         """
-        queues, room = self._queues, self._room()
+        queues, room = self._queues, self._budget_left()
         hits: dict[Hashable, PrefixHit] = {}
         started: list[Request] = []
         try:
@@ -77,11 +77,11 @@ class Admission:
                 started.append(request)
         except Exception:  # of one whose token ids are missing, say; none starts then
             for request in started:
-                self._prompts.park(request)
+                self._prompts.swap_out(request)
             raise
         while (work := {n: step.work[n] for n in hits if n in step.work}) and not self.grows(work):
-            last = started.pop()  # some of the blocks in `Room` are no longer there
-            self._prompts.park(last)
+            last = started.pop()  # some of the blocks in `AdmissionBudget` are no longer there
+            self._prompts.swap_out(last)
             if last.name in work:
                 step.take_back(last.name)
             del hits[last.name]
@@ -94,7 +94,7 @@ class Admission:
         queues.sort_running()
         return hits
 
-    def _start(self, step: StepBudget, request: Request, room: Room) -> PrefixHit | None:
+    def _start(self, step: StepBudget, request: Request, room: AdmissionBudget) -> PrefixHit | None:
         """Starts a request with its cached prefix and gives it tokens, if there is room."""
         name, ledger, limit = request.name, self._queues.ledger, self._options.cached_tokens
         if ledger.needs_token[request.index] or not self._knows_ids(request):
@@ -103,13 +103,13 @@ class Admission:
         # Only a request that has all the room of a step to itself may take a part of a prefix.
         most = limit if step.cached_tokens == limit else ANYWHERE
         most = min(most, draft_start)
-        cached, held = self._prompts.num_parked(request, most), 0
+        cached, held = self._prompts.num_swapped(request, most), 0
         may_copy = self._options.forks > 0  # or it shares no blocks
         if not cached:
             cached, held = self._prompts.find(request, num_tokens, most)
             may_copy = self._options.has_states
         blocks = self._prompt_blocks(request)
-        if not self._has_room(request, room, blocks - held):
+        if not self._fits_budget(request, room, blocks - held):
             return None
         if cached > step.cached_tokens or (cached and may_copy > step.forks):
             return None
@@ -147,26 +147,26 @@ class Admission:
 
     # --- room -----------------------------------------------------------------------
 
-    def _room(self) -> Room:
+    def _budget_left(self) -> AdmissionBudget:
         """Returns the room next to the running requests."""
-        running, owed = self._queues.now_running(), 0
+        running, reserved = self._queues.now_running(), 0
         if not self._options.preemption:
-            return Room(owed, running.order.blocks)
+            return AdmissionBudget(reserved, running.order.blocks)
         for at in running.is_prefill.nonzero()[0].tolist():
-            owed += self._owed_blocks(running.order.requests[at])
-        return Room(owed, (0, 0))
+            reserved += self._reserved_blocks(running.order.requests[at])
+        return AdmissionBudget(reserved, (0, 0))
 
-    def _has_room(self, request: Request, room: Room, owed: int) -> bool:
-        """Returns whether a request can start, whose prompt takes ``owed`` free blocks."""
+    def _fits_budget(self, request: Request, room: AdmissionBudget, reserved: int) -> bool:
+        """Returns whether a request can start, whose prompt takes ``reserved`` free blocks."""
         if not self._options.preemption:
             steady, in_flight = request.blocks
             most = room.steady + steady + max(room.in_flight, in_flight)
             return most <= self._plan.usable_blocks
-        return room.owed + owed <= self._manager.num_free_blocks
+        return room.reserved + reserved <= self._manager.num_free_blocks
 
-    def _owed_blocks(self, request: Request) -> int:
+    def _reserved_blocks(self, request: Request) -> int:
         """Returns the blocks that a running request will still take until it decodes."""
-        held = sum(self._manager.held_blocks(request.name))
+        held = sum(self._manager.allocated_blocks(request.name))
         return max(0, self._prompt_blocks(request) - held)
 
     def _prompt_blocks(self, request: Request) -> int:
@@ -176,29 +176,31 @@ class Admission:
 
     def has_room_for(self, request: Request, num_tokens: int) -> bool:
         """Returns whether a request can start that brings all of its tokens along."""
-        owed = self._admission_blocks(num_tokens)
-        return self._queues.num_free_rows > 0 and self._has_room(request, self._room(), owed)
+        reserved = self._admission_blocks(num_tokens)
+        return self._queues.num_free_rows > 0 and self._fits_budget(
+            request, self._budget_left(), reserved
+        )
 
     # --- forks ----------------------------------------------------------------------
 
-    def fork_room(self) -> Room:
+    def fork_budget(self) -> AdmissionBudget:
         """Returns the room that samples which start together share."""
-        return Room(0, self._queues.order.blocks)
+        return AdmissionBudget(0, self._queues.order.blocks)
 
-    def num_forks(self, donor: Request, most: int, room: Room) -> int:
+    def num_forks(self, donor: Request, most: int, room: AdmissionBudget) -> int:
         """Returns how many of ``most`` samples can share a request's blocks; takes their room."""
         tokens = max(donor.prompt_tokens, self._queues.num_computed(donor))
         if not self._options.forks or tokens > self._options.cached_tokens:
             return 0  # no step has room for the copies, or for the tokens
         count = 0
-        while count < most and (self._options.preemption or self._has_room(donor, room, 0)):
+        while count < most and (self._options.preemption or self._fits_budget(donor, room, 0)):
             room.take(donor, 0)
             count += 1
         return count
 
     def fork(self, donor: Request, sample: Request) -> bool:
         """Starts a sample with the blocks of its donor. Returns False if it has to wait."""
-        if not self.num_forks(donor, 1, self.fork_room()):
+        if not self.num_forks(donor, 1, self.fork_budget()):
             return False
         try:
             self._manager.fork(donor.name, [sample.name])

@@ -135,15 +135,15 @@ class Chooser:
     def _samples(self, step: StepBudget) -> FrozenDict[Hashable, int]:
         """Returns the ``samples`` of a schedule, and notes the requests that others lead."""
         own, free_rows = step.samples(), self._queues.num_free_rows
-        if not self._queues.leaders:
+        if not self._queues.parents:
             return own
-        samples, room = dict(own), self._admission.fork_room()
+        samples, room = dict(own), self._admission.fork_budget()
         for name, place in own.items():
-            leader = self._queues.of[name]
-            most = min(free_rows, len(leader.samples))
-            leader.num_sampled = self._admission.num_forks(leader, most, room)
-            samples |= {sample.name: place for sample in leader.samples[: leader.num_sampled]}
-            free_rows -= leader.num_sampled
+            parent = self._queues.of[name]
+            most = min(free_rows, len(parent.samples))
+            parent.num_sampled = self._admission.num_forks(parent, most, room)
+            samples |= {sample.name: place for sample in parent.samples[: parent.num_sampled]}
+            free_rows -= parent.num_sampled
         return FrozenDict(samples)
 
     def _token_ids(
@@ -176,19 +176,19 @@ class Chooser:
     def _check_idle(self) -> None:
         """Raises an error if no request can go on, although the caller has no answer to give."""
         queues = self._queues
-        if queues.handed:  # they may hold the blocks that others wait for
+        if queues.exporting:  # they may hold the blocks that others wait for
             return
         unanswered = [name for name in queues.of if queues.needs_token(name)]
-        if queues.of and not unanswered and not self._options.steps_ahead:
+        if queues.of and not unanswered and not self._options.lookahead_steps:
             raise RuntimeError(
                 f"none of {len(queues.of)} requests gets its blocks, and "
                 f"{self._manager.num_free_blocks} blocks are free; please report this"
             )
-        if unanswered and self.is_idle and not self._options.steps_ahead:
+        if unanswered and self.is_idle and not self._options.lookahead_steps:
             raise ValueError(
                 f"request={unanswered[0]!r} was in the samples of a schedule and got no token "
                 "since, and no other request can go on; append its token, or finish it (a caller "
-                "that knows tokens later needs steps_ahead= of Scheduler)"
+                "that knows tokens later needs lookahead_steps= of Scheduler)"
             )
         self.is_idle = True
 
@@ -217,12 +217,12 @@ class Chooser:
         """
         manager, rows = self._manager, running.order.rows
         has_work = step.has_room_for(running)
-        goes_on, unsent = has_work.copy(), manager.unsent_tokens_by_row[rows]
-        for at in unsent.nonzero()[0].tolist() if may_wait else ():
+        goes_on, unsynced = has_work.copy(), manager.unsynced_tokens_by_row[rows]
+        for at in unsynced.nonzero()[0].tolist() if may_wait else ():
             goes_on[at] &= not manager.is_loading(running.order.names[at])
         if np.count_nonzero(goes_on):
             has_work = goes_on
-        needs = np.stack([np.zeros_like(unsent), unsent])
+        needs = np.stack([np.zeros_like(unsynced), unsynced])
         if self._options.forks and manager.block_pool.has_shared_blocks:
             pending = manager.pending_copies_by_row[rows]  # in any case
             step.forks -= int(np.count_nonzero(pending))
@@ -250,7 +250,7 @@ class Chooser:
         prefills = set(itertools.compress(running.order.names, running.is_prefill))
         preempted: list[Hashable] = []
         # To preempt, the youngest last.
-        left = [name for name in self._queues.running if name not in self._queues.handed]
+        left = [name for name in self._queues.running if name not in self._queues.exporting]
         is_short = False
         for name in list(self._queues.running):
             if name not in step.work:
@@ -286,7 +286,7 @@ class Chooser:
     def preempt(self, request: Request, *, may_go_on: bool = True) -> None:
         """Takes the blocks of a running request, which waits to go on or to be computed again."""
         computed = self._queues.num_computed(request)
-        (self._prompts.park if may_go_on else self._prompts.finish)(request)
+        (self._prompts.swap_out if may_go_on else self._prompts.finish)(request)
         self.forget(request.name)
         self._queues.stop(request)
         needs_token = computed >= self._queues.num_tokens(request)

@@ -31,7 +31,7 @@ class Options:
     tokens: Tokens | None
     most_cached_tokens: int | None
     chunk_tokens: int | None
-    steps_ahead: int
+    lookahead_steps: int
 
     def __post_init__(self) -> None:
         check_positive(max_tokens=self.max_tokens, batch_size=self.batch_size)
@@ -43,7 +43,9 @@ class Options:
             )
         check_positive(chunk_tokens=1 if self.chunk_tokens is None else self.chunk_tokens)
         most_cached = 0 if self.most_cached_tokens is None else self.most_cached_tokens
-        check_count(forks=self.forks, steps_ahead=self.steps_ahead, cached_tokens=most_cached)
+        check_count(
+            forks=self.forks, lookahead_steps=self.lookahead_steps, cached_tokens=most_cached
+        )
         check_choice(get_args(Order), order=self.order)
         if self.tokens is not None and not isinstance(self.tokens, Mapping):
             kind = type(self.tokens).__name__
@@ -58,7 +60,7 @@ class Options:
         """Tokens of requests that start, fork or come from elsewhere, in one step."""
         if self.most_cached_tokens is not None:
             return self.most_cached_tokens
-        if not (self.shares or self.forks or self.parks):
+        if not (self.shares or self.forks or self.swaps):
             return 0
         longest = self.manager.plan.max_model_len
         return min(self.manager.max_requests * longest, max(longest, CACHED_TOKENS))
@@ -80,9 +82,9 @@ class Options:
         return min([growth.speculative_blocks for growth in aligned], default=INT32_MAX)
 
     @property
-    def parks(self) -> bool:
+    def swaps(self) -> bool:
         """Whether preempted requests are parked, because there is host memory."""
-        return self.manager.tier_stats() is not None
+        return self.manager.offload_stats() is not None
 
     @property
     def shares(self) -> bool:

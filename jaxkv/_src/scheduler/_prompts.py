@@ -18,8 +18,8 @@ class Prompts:
 
     def __init__(self, options: Options):
         self._manager, self._chunk_tokens = options.manager, options.chunk_tokens
-        self._tokens, self._steps_ahead = options.tokens, options.steps_ahead
-        self._shares, self._parks = options.shares, options.parks
+        self._tokens, self._lookahead_steps = options.tokens, options.lookahead_steps
+        self._shares, self._swaps = options.shares, options.swaps
 
     # --- token ids ------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ class Prompts:
         if self._tokens is None:
             return None
         found = self._ids(name, end=num_tokens)
-        if found.size < num_tokens - (0 if is_new else self._steps_ahead):
+        if found.size < num_tokens - (0 if is_new else self._lookahead_steps):
             self._refuse_unknown(name, num_tokens)
         return found
 
@@ -49,7 +49,7 @@ class Prompts:
             known = np.fromiter(map(len, map(self._tokens.__getitem__, names)), np.int64)
         except (KeyError, TypeError):
             known = np.array([self._num_known(name) for name in names], np.int64)
-        short = wanted - known > self._steps_ahead
+        short = wanted - known > self._lookahead_steps
         if short.any():
             at = int(short.argmax())
             self._refuse_unknown(names[at], wanted.item(at))
@@ -62,7 +62,7 @@ class Prompts:
         """
         if self._tokens is None or self._num_known(name) >= num_tokens:
             return True
-        if not self._steps_ahead:
+        if not self._lookahead_steps:
             self._refuse_unknown(name, num_tokens)
         return False
 
@@ -78,8 +78,12 @@ class Prompts:
         return len(ids) if hasattr(ids, "__len__") else 0
 
     def _refuse_unknown(self, name: Hashable, num_tokens: int) -> None:
-        ahead = self._steps_ahead
-        most = f" (steps_ahead={ahead} lets the newest {ahead} be missing)" if ahead else ""
+        lookahead = self._lookahead_steps
+        most = (
+            f" (lookahead_steps={lookahead} lets the newest {lookahead} be missing)"
+            if lookahead
+            else ""
+        )
         raise ValueError(
             f"request={name!r} has {num_tokens} tokens, and the scheduler's tokens hold "
             f"{self._num_known(name)} token ids of it{most}; put its prompt there before you add "
@@ -99,7 +103,7 @@ class Prompts:
             for name, count, start in zip(work, counts, starts.tolist(), strict=True):
                 as_tokens(f"tokens[{name!r}]", self._tokens[name][start : start + count])
             raise
-        if not self._steps_ahead and (ids == NO_ID).any():
+        if not self._lookahead_steps and (ids == NO_ID).any():
             for name, count, start in zip(work, counts, starts.tolist(), strict=True):
                 self.is_known(name, start + count)
         return ids
@@ -113,14 +117,14 @@ class Prompts:
             return 0, 0
         if found.num_cached_tokens > most:
             found = self._manager.find_prefix(found, max_cached_tokens=most)
-        return found.num_cached_tokens, found.num_held_blocks
+        return found.num_cached_tokens, found.num_allocated_blocks
 
     def start(
         self, request: Request, num_tokens: int, *, draft_start: int, max_cached_tokens: int
     ) -> PrefixHit:
         """Starts a request, with the prefix that `find` has just found."""
-        if self.num_parked(request, max_cached_tokens):
-            hit = self._manager.resume(request.name)
+        if self.num_swapped(request, max_cached_tokens):
+            hit = self._manager.swap_in(request.name)
         else:
             is_known = request.found is not None
             hit = self._manager.start(
@@ -145,23 +149,23 @@ class Prompts:
         """Ends a request in the manager, which keeps its blocks for later prompts."""
         self._manager.finish(request.name, self._ids_after_prompt(request))
 
-    def park(self, request: Request) -> None:
+    def swap_out(self, request: Request) -> None:
         """Ends a request that is preempted; with host memory, it goes on where it was."""
-        if not self._parks:
+        if not self._swaps:
             return self.finish(request)
         more = self._ids_after_prompt(request)
-        is_parked = self._manager.park(request.name, more)
-        if is_parked and more is not None and request.num_known is not None:
+        is_swapped_out = self._manager.swap_out(request.name, more)
+        if is_swapped_out and more is not None and request.num_known is not None:
             request.num_known += more.size
 
-    def num_parked(self, request: Request, most: int) -> int:
+    def num_swapped(self, request: Request, most: int) -> int:
         """Returns the tokens with which a preempted request goes on; 0: it starts anew."""
-        count = self._manager.num_parked_tokens(request.name)
+        count = self._manager.num_swapped_tokens(request.name)
         return count if count <= most else 0
 
-    def unpark(self, request: Request) -> None:
+    def discard_swapped(self, request: Request) -> None:
         """Lets a request that waits start anew, if at all."""
-        self._manager.unpark(request.name)
+        self._manager.discard_swapped(request.name)
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
         """Returns the ids after those that the manager knows; None: it wants none."""
@@ -176,7 +180,7 @@ class Prompts:
         """Shortens requests, in the manager as well, to numbers of tokens."""
         self._manager.rewind({x.name: n for x, n in requests if self._must_rewind(x, n)})
         for request, count in requests:
-            self.unpark(request)
+            self.discard_swapped(request)
             if request.num_known is not None and count < request.num_known:
                 request.num_known, request.may_go_on = count, False  # other ids may follow
             request.found = None

@@ -26,10 +26,10 @@ class Queues:
         self.of: dict[Hashable, Request] = {}
         self.waiting: list[Request] = []
         self.running: dict[Hashable, Request] = {}
-        self.leaders: dict[Hashable, Request] = {}
+        self.parents: dict[Hashable, Request] = {}
         self.ledger = Ledger()
         self.in_chunks: dict[Hashable, Request] = {}
-        self.handed: set[Hashable] = set()
+        self.exporting: set[Hashable] = set()
         self._in_order: InOrder | None = None
         self._is_sorted = True  # `running`
         self._num_added = 0
@@ -49,7 +49,7 @@ class Queues:
     @property
     def waiting_names(self) -> list[Hashable]:
         """All requests without a row, the oldest first."""
-        held = [sample for leader in self.leaders.values() for sample in leader.samples]
+        held = [sample for parent in self.parents.values() for sample in parent.samples]
         if held:
             return [request.name for request in sorted([*self.waiting, *held], key=_age)]
         return [request.name for request in self.waiting]
@@ -122,7 +122,7 @@ class Queues:
         request.row = self.ledger.rows[request.index] = -1
         self._in_order = None
         self.in_chunks.pop(request.name, None)
-        self.handed.discard(request.name)
+        self.exporting.discard(request.name)
         self.ledger.chunk_ends[request.index] = ANYWHERE
 
     def wait(self, request: Request, *, needs_token: bool) -> None:
@@ -137,21 +137,21 @@ class Queues:
             self.running, self._in_order = {request.name: request for request in by_age}, None
             self._is_sorted = True
 
-    def hold(self, leader: Request, samples: Sequence[Request]) -> None:
+    def hold(self, parent: Request, samples: Sequence[Request]) -> None:
         """Lets requests wait until the prompt of another one is computed, to fork from it."""
         if samples:
-            leader.samples = list(samples)
-            self.leaders[leader.name] = leader
+            parent.samples = list(samples)
+            self.parents[parent.name] = parent
         for sample in samples:
-            sample.leader = leader
+            sample.parent = parent
 
-    def release(self, leader: Request) -> list[Request]:
+    def release(self, parent: Request) -> list[Request]:
         """Returns the requests that wait for the prompt of another one, and forgets that."""
-        samples = leader.samples.copy()
-        leader.samples.clear()
-        self.leaders.pop(leader.name, None)
+        samples = parent.samples.copy()
+        parent.samples.clear()
+        self.parents.pop(parent.name, None)
         for sample in samples:
-            sample.leader = sample.ids = None  # other tokens may follow the prompt
+            sample.parent = sample.ids = None  # other tokens may follow the prompt
         return samples
 
     def restart(self) -> None:
@@ -161,29 +161,29 @@ class Queues:
             request.row, request.chunk_ends = -1, ()
             request.samples = []
         for request in requests:
-            leader = request.leader
-            if leader is not None and self.of.get(leader.name) is leader:
-                leader.samples.append(request)
+            parent = request.parent
+            if parent is not None and self.of.get(parent.name) is parent:
+                parent.samples.append(request)
             else:
-                request.leader = None
-        self.waiting = [request for request in requests if request.leader is None]
-        self.leaders = {request.name: request for request in requests if request.samples}
-        for of_running in (self.running, self.in_chunks, self.handed):
+                request.parent = None
+        self.waiting = [request for request in requests if request.parent is None]
+        self.parents = {request.name: request for request in requests if request.samples}
+        for of_running in (self.running, self.in_chunks, self.exporting):
             of_running.clear()
         self._in_order, self._is_sorted = None, True
         self.ledger.restart([request.index for request in requests])
 
     def remove(self, request: Request) -> None:
         """Forgets a request; the first of its samples computes the prompt in its place."""
-        leader, heir = request.leader, None
-        if leader is not None:
-            self.hold(leader, [sample for sample in self.release(leader) if sample is not request])
+        parent, heir = request.parent, None
+        if parent is not None:
+            self.hold(parent, [sample for sample in self.release(parent) if sample is not request])
         elif request.samples:
             heir, *others = self.release(request)
             self.hold(heir, others)
         if request.row >= 0:
             self.stop(request)
-        elif leader is None:
+        elif parent is None:
             del self.waiting[bisect.bisect_left(self.waiting, request.age, key=_age)]
         if heir is not None:
             bisect.insort(self.waiting, heir, key=_age)

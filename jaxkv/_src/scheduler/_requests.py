@@ -52,7 +52,7 @@ class Request:
     chunk_ends: Sequence[int] = ()
     index: int = -1
     row: int = -1
-    leader: "Request | None" = None
+    parent: "Request | None" = None
     samples: list["Request"] = dataclasses.field(default_factory=list)
     num_sampled: int = 0
 

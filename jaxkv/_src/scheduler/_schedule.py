@@ -46,7 +46,8 @@ class Schedule:
         """The token ids of the step from the scheduler's ``tokens``, int32[sum(work)].
 
         They lie as in the upload: request by request, in the order of ``work``. An id is -1 if a
-        step in flight samples it (``steps_ahead`` of `Scheduler`): take that token from the device.
+        step in flight samples it (``lookahead_steps`` of `Scheduler`): take that token from the
+        device.
 
         Raises:
           TypeError, ValueError: the scheduler was made without ``tokens``, or they hold something

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, HandedBlocks, OutOfBlocksError
+from jaxkv._src.blocks import BlockManager, ExportedBlocks, OutOfBlocksError
 from jaxkv._src.internal.checks import (
     check_at_most,
     check_kind,
@@ -77,7 +77,7 @@ class Scheduler(Unique):
         tokens: Tokens | None = None,
         cached_tokens: int | None = None,
         chunk_tokens: int | None = None,
-        steps_ahead: int = 0,
+        lookahead_steps: int = 0,
     ):
         """Creates a scheduler without requests.
 
@@ -99,9 +99,9 @@ class Scheduler(Unique):
             share prefixes nor fork nor park.
           chunk_tokens: chunks of a prompt end at multiples of this, so that a prompt is computed in
             the same chunks however much of it was cached; None: chunks end anywhere.
-          steps_ahead: how many steps the caller schedules before it knows the tokens of an earlier
-            one. So many of the newest ids of a request may be missing in ``tokens``; leave these
-            out, because any number in their place would be taken for a token.
+          lookahead_steps: how many steps the caller schedules before it knows the tokens of an
+            earlier one. That many of the newest ids of a request may be missing in ``tokens``;
+            leave these out, because any number in their place would be taken for a token.
         """
         check_kind(BlockManager, manager=manager)
         self._manager, self._plan = manager, manager.plan
@@ -115,7 +115,7 @@ class Scheduler(Unique):
             tokens=tokens,
             most_cached_tokens=cached_tokens,
             chunk_tokens=chunk_tokens,
-            steps_ahead=steps_ahead,
+            lookahead_steps=lookahead_steps,
         )
         self._queues, self._most_drafts = Queues(manager), options.most_drafts
         self._ledger = self._queues.ledger
@@ -269,14 +269,14 @@ class Scheduler(Unique):
         names = [request, *((request, sample) for sample in range(1, samples))]
         check_new_names(names, self._queues.of)
         prompt = salt, extra_keys, boundaries
-        leader = self._made(request, num_tokens, longest, encoder_tokens, *prompt)
+        parent = self._made(request, num_tokens, longest, encoder_tokens, *prompt)
         ids = [self._prompts.first_ids(name, num_tokens, is_new=True) for name in names]
-        others = [leader.sample(name, self._queues.next_age(leader.age)) for name in names[1:]]
-        for one, of_one in zip([leader, *others], ids, strict=True):
+        others = [parent.sample(name, self._queues.next_age(parent.age)) for name in names[1:]]
+        for one, of_one in zip([parent, *others], ids, strict=True):
             one.ids = of_one
             self._queues.enter(one, num_tokens, longest)
-        self._queues.waiting.append(leader)  # the youngest of all
-        self._queues.hold(leader, others)
+        self._queues.waiting.append(parent)  # the youngest of all
+        self._queues.hold(parent, others)
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
         """Starts more samples of a request, which share the blocks of its computed tokens.
@@ -318,7 +318,7 @@ class Scheduler(Unique):
                 queues.wait(sample, needs_token=True)
         queues.sort_running()
 
-    def export_blocks(self, request: Hashable) -> HandedBlocks:
+    def export_blocks(self, request: Hashable) -> ExportedBlocks:
         """Returns the blocks with which a request goes on in another cache.
 
         The request keeps them, and is not preempted, until you finish it, or append its next token.
@@ -335,9 +335,9 @@ class Scheduler(Unique):
                 f"{self._queues.num_tokens(known)} tokens; export its blocks after the step that "
                 "computes the last one, and before you append the next"
             )
-        handed = self._manager.export_blocks(request)
-        self._queues.handed.add(request)
-        return handed
+        exporting = self._manager.export_blocks(request)
+        self._queues.exporting.add(request)
+        return exporting
 
     def import_blocks(
         self,
@@ -347,7 +347,7 @@ class Scheduler(Unique):
         max_tokens: int | None = None,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
-    ) -> HandedBlocks | None:
+    ) -> ExportedBlocks | None:
         """Adds a request whose tokens were computed in another cache.
 
         Write their bytes to the blocks that this returns, as for `BlockManager.import_blocks`, and
@@ -381,13 +381,13 @@ class Scheduler(Unique):
         if not self._admission.has_room_for(made, num_tokens):
             return None
         try:
-            handed = self._manager.import_blocks(request, num_tokens)
+            exporting = self._manager.import_blocks(request, num_tokens)
         except OutOfBlocksError:
             return None
         self._queues.enter(made, num_tokens, longest)
         self._queues.run(made, self._manager.requests[request])
-        self._queues.handed.add(request)
-        return handed
+        self._queues.exporting.add(request)
+        return exporting
 
     def append(self, num_tokens: Mapping[Any, int]) -> None:
         """Gives requests more tokens to compute: a sampled one, and drafts to verify with it.
@@ -430,8 +430,8 @@ class Scheduler(Unique):
         most = int(np.maximum.reduce(counts)) if counts.size else 1
         if most > 1 + self._most_drafts:
             self._start_with_one(num_tokens)
-        if queues.handed:
-            queues.handed.difference_update(num_tokens)
+        if queues.exporting:
+            queues.exporting.difference_update(num_tokens)
         if some_wait:
             ledger.needs_token[index] = False
         elif len(index) == len(queues.running) and most == 1:
@@ -463,7 +463,7 @@ class Scheduler(Unique):
         requests = [queues.of[name] for name in num_tokens]
         for request, count in zip(requests, counts.tolist(), strict=True):
             known = queues.num_tokens(request)
-            if request.name in queues.handed:
+            if request.name in queues.exporting:
                 raise ValueError(
                     f"request={request.name!r} is handed over; append its next token before you "
                     "rewind it, or finish it"
@@ -497,7 +497,7 @@ class Scheduler(Unique):
         if known.row >= 0:
             self._prompts.finish(known)
         else:
-            self._prompts.unpark(known)
+            self._prompts.discard_swapped(known)
         self._queues.remove(known)
 
     def restart(self) -> None:
@@ -515,7 +515,7 @@ class Scheduler(Unique):
         self._queues.restart()
         self._chooser.restart()
         for request in self._queues.of.values():
-            self._prompts.unpark(request)
+            self._prompts.discard_swapped(request)
             self._prompts.forget_unknown(request, self._ledger)
 
     # --- steps --------------------------------------------------------------------
@@ -536,7 +536,7 @@ class Scheduler(Unique):
 
         Raises:
           ValueError: all requests still wait for that when they are scheduled again, or token ids
-            are missing in ``tokens``; see ``steps_ahead``. Nothing is changed.
+            are missing in ``tokens``; see ``lookahead_steps``. Nothing is changed.
         """
         max_tokens = self._options.max_tokens if max_tokens is None else max_tokens
         check_positive(max_tokens=max_tokens)
@@ -551,12 +551,12 @@ class Scheduler(Unique):
     def _settle(self) -> None:
         """Forks the samples of requests whose prompt was computed."""
         queues = self._queues
-        for leader in list(queues.leaders.values()):
-            if queues.num_computed(leader) < leader.prompt_tokens:
+        for parent in list(queues.parents.values()):
+            if queues.num_computed(parent) < parent.prompt_tokens:
                 continue
-            for place, sample in enumerate(queues.release(leader)):
-                is_sampled = place < leader.num_sampled
-                if not (is_sampled and self._admission.fork(leader, sample)):
+            for place, sample in enumerate(queues.release(parent)):
+                is_sampled = place < parent.num_sampled
+                if not (is_sampled and self._admission.fork(parent, sample)):
                     queues.wait(sample, needs_token=is_sampled)
             queues.sort_running()
 

@@ -20,8 +20,8 @@ from jaxkv._src.cache import (
 )
 from jaxkv._src.internal.checks import check_choice, check_int32, check_kind
 from jaxkv._src.internal.indexing import bit
-from jaxkv._src.internal.kept import run_kept
 from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.internal.persistent_jit import run_persistent
 from jaxkv._src.pool import copy_blocks, on_devices, zero_blocks
 from jaxkv._src.uploads import Upload
 from pallas_kernels import Implementation
@@ -71,7 +71,7 @@ def apply_step(
 
     def apply(cache: KVCache, data: Array) -> tuple[KVCache, StepBatch]:
         upload = Upload(data=data, shape=shape)
-        state, of_batch = run_kept(_apply, cache, upload, implementation=implementation)
+        state, of_batch = run_persistent(_apply, cache, upload, implementation=implementation)
         rows, status, buffers = state
         cache = dataclasses.replace(cache, rows=rows, status=status, buffers=buffers)
         block_ids, data = of_batch

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.attention import attend
-from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_flag, check_int32
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.text import shown
@@ -57,7 +57,7 @@ class StepContext:
     never written.
 
     It is a pytree. A scan over layers carries it, ``(step, x), _ = jax.lax.scan(body, (step, x),
-    xs)``, and names each layer by ``period=``; so does a `jax.jit` inside of the model.
+    xs)``, and names each layer by ``layer_index=``; so does a `jax.jit` inside of the model.
 
     Shapes: B requests, T tokens. Arrays of tokens are [T, ...]; [1, T, ...] is taken, too, and
     returned; or [B, T / B, ...] for a rectangular batch (``tokens_per_request``).
@@ -138,7 +138,7 @@ class StepContext:
         values: Array | None = None,
         *,
         write: bool = True,
-        period: Period = None,
+        layer_index: LayerIndex = None,
         **options: Any,
     ) -> Array:
         """Writes keys and values into a layer and attends; see `jaxkv.attend`.
@@ -157,8 +157,8 @@ class StepContext:
         """
         check_flag(write=write)
         if keys is None and write and values is None:
-            self._check_readable(layer, period)
-        options |= {"period": period, "writes": keys is not None}
+            self._check_readable(layer, layer_index)
+        options |= {"layer_index": layer_index, "writes": keys is not None}
         return self._call(attend, layer, queries, keys, values, features=2, **options)
 
     def gated_delta(
@@ -182,10 +182,10 @@ class StepContext:
         return self._call(short_conv, layer, inputs, features=1, **options)
 
     def read_state(
-        self, layer: str, *, at: Array | None = None, period: Period = None
+        self, layer: str, *, at: Array | None = None, layer_index: LayerIndex = None
     ) -> tuple[Array, ...]:
         """Reads the state that each request resumes from; see `jaxkv.read_state`."""
-        return self._call(read_state, layer, at=at, period=period)
+        return self._call(read_state, layer, at=at, layer_index=layer_index)
 
     def write_state(
         self,
@@ -193,11 +193,11 @@ class StepContext:
         arrays: Sequence[Array],
         *,
         at: Array | None = None,
-        period: Period = None,
+        layer_index: LayerIndex = None,
         **options: Any,
     ) -> None:
         """Writes a state per request; see `jaxkv.write_state`. With ``at``, more than once."""
-        options |= {"at": at, "period": period}
+        options |= {"at": at, "layer_index": layer_index}
         self._call(write_state, layer, arrays, again=at is not None, **options)
 
     def call(self, function: Callable[..., Any], layer: str, *arrays: Any, **options: Any) -> Any:
@@ -225,9 +225,9 @@ class StepContext:
         growths, layout = self._cache.layout.growths, self._cache.layout
         missing = [
             name
-            for name in layout.layer_index
+            for name in layout.layer_numbers
             if name not in self._record.written
-            and growths[layout.place_of(name).group].stores != "encoder"
+            and growths[layout.placement_of(name).group].stores != "encoder"
         ]
         if missing:
             raise ValueError(
@@ -264,11 +264,11 @@ class StepContext:
         self._record.calls += 1
         self._calls = self._record.calls
         if writes:
-            self._note_written(layer, options.get("period"), again=again)
+            self._note_written(layer, options.get("layer_index"), again=again)
         return restore(out)
 
-    def _note_written(self, layer: str, period: Period, *, again: bool) -> None:
-        layers, is_known = self._layers(layer, period)
+    def _note_written(self, layer: str, layer_index: LayerIndex, *, again: bool) -> None:
+        layers, is_known = self._layers(layer, layer_index)
         if is_known and not again and layers[0] in self._record.written:
             raise ValueError(
                 f"layer={layers[0]!r} is written twice in one step: each layer of the model needs "
@@ -276,21 +276,21 @@ class StepContext:
             )
         self._record.written.update(layers)
 
-    def _layers(self, layer: str, period: Period) -> tuple[tuple[str, ...], bool]:
+    def _layers(self, layer: str, layer_index: LayerIndex) -> tuple[tuple[str, ...], bool]:
         """Returns the layers that a call may write, and whether it is certain to write them."""
-        if period is None:
+        if layer_index is None:
             return (layer,), True
-        layers = self._cache.period_layers(layer)
-        if isinstance(period, jax.core.Tracer):
+        layers = self._cache.stacked_layers(layer)
+        if isinstance(layer_index, jax.core.Tracer):
             return layers, False
-        return layers[int(period) :][:1] or layers, True
+        return layers[int(layer_index) :][:1] or layers, True
 
-    def _check_readable(self, layer: str, period: Period) -> None:
+    def _check_readable(self, layer: str, layer_index: LayerIndex) -> None:
         layout = self._cache.layout
-        is_encoder = layout.growths[layout.place_of(layer).group].stores == "encoder"
+        is_encoder = layout.growths[layout.placement_of(layer).group].stores == "encoder"
         if is_encoder or layout.owner_of(layer) in self._record.written:
             return
-        if self._layers(layer, period)[0][0] not in self._record.written:
+        if self._layers(layer, layer_index)[0][0] not in self._record.written:
             raise ValueError(
                 f"layer={layer!r} is read and this step has not written it: pass keys and values, "
                 "or write=False to attend to earlier tokens only"

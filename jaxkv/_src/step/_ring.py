@@ -76,7 +76,7 @@ class UploadRing(Unique):
         self._open = buffers
         return view
 
-    def seal(self) -> Array:
+    def flush(self) -> Array:
         """Returns the last buffer as an array in host memory, which `apply_step` copies."""
         if self._open is None:
             raise RuntimeError("seal was called before buffer; call buffer(shape) first")

@@ -104,7 +104,7 @@ class CacheUnderTest:
     def fork(self, request: int, donor: int, num_tokens: int) -> bool:
         """Starts a request that shares the blocks of a donor's first tokens (optional).
 
-        Drawn for whole blocks, of plans whose groups all keep tokens; see `copies_on_write`.
+        Sampled for whole blocks, of plans whose groups all keep tokens; see `copies_on_write`.
         Returns whether it did: False, with nothing changed, when no block that can be shared
         holds the state after those tokens.
         """

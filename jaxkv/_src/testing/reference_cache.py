@@ -63,7 +63,7 @@ class ReferenceCache:
         check_count(seed=seed)
         self.plan = plan
         self.layers = {
-            layer: plan.layout.place_of(layer)
+            layer: plan.layout.placement_of(layer)
             for group in plan.layout.groups
             for layer in group.layers
             if group.growth.stores != "encoder"
@@ -72,7 +72,7 @@ class ReferenceCache:
         self._pages: dict[tuple[Hashable, str], _Pages] = {}
         self._reached: dict[Hashable, int] = {}  # tokens of each request before any rewind
         self._namespaces: dict[Hashable, Hashable] = {}
-        self._drawn: dict[tuple[str, Hashable, tuple[int, ...]], np.ndarray] = {}
+        self._sampled: dict[tuple[str, Hashable, tuple[int, ...]], np.ndarray] = {}
 
     def start(
         self, request: Hashable, namespace: Hashable = None, prefix: Sequence[int] = ()
@@ -168,9 +168,9 @@ class ReferenceCache:
         for position in positions.tolist():  # a row is made of all its tokens and those before
             seen = tuple(tokens[: (position // shared + 1) * shared])
             key = layer, namespace, seen
-            if key not in self._drawn:
-                self._drawn[key] = self._draw_rows(spec, 1)[0]
-            rows.append(self._drawn[key])
+            if key not in self._sampled:
+                self._sampled[key] = self._draw_rows(spec, 1)[0]
+            rows.append(self._sampled[key])
         return np.stack(rows)
 
     def rewind(self, request: Hashable, num_tokens: int) -> None:

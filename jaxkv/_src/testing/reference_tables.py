@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
+from jaxkv._src.cache import BAD_BLOCK_ID, BAD_LOGICAL_BLOCK, NO_BLOCK
 from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
@@ -56,12 +56,12 @@ class ReferenceTables:
         for (group, row, column), block_id in cells.items():
             known = 0 <= block_id < self.plan.num_blocks
             inside = column < len(self.cells[group][row])
-            self.flags |= (0 if known else BAD_BLOCK_ID) | (0 if inside else BAD_COLUMN)
+            self.flags |= (0 if known else BAD_BLOCK_ID) | (0 if inside else BAD_LOGICAL_BLOCK)
             if inside:
                 self.cells[group][row][column] = block_id if known else 0
         for (group, row), length in lengths.items():
             fits = length <= len(self.cells[group][row])
-            self.flags |= 0 if fits else BAD_COLUMN
+            self.flags |= 0 if fits else BAD_LOGICAL_BLOCK
             self.lengths[group][row] = length if fits else 0
 
     def row(self, group: int, row: int) -> list[int]:

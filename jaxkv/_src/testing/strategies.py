@@ -187,8 +187,8 @@ def id_arrays(
     count: int, size: int, *, malformed: bool = False, unique: bool = False
 ) -> st.SearchStrategy[np.ndarray]:
     """int32[size] of `ids`; the same id may come twice unless ``unique``."""
-    drawn = st.lists(ids(count, malformed=malformed), min_size=size, max_size=size, unique=unique)
-    return drawn.map(lambda values: np.array(values, np.int32))
+    sampled = st.lists(ids(count, malformed=malformed), min_size=size, max_size=size, unique=unique)
+    return sampled.map(lambda values: np.array(values, np.int32))
 
 
 @st.composite
@@ -241,15 +241,15 @@ def nan_arrays(shape: tuple[int, ...], dtype: str) -> st.SearchStrategy[np.ndarr
     sign = 1 << (bits - 1)
     payloads = st.integers(FIRST_NAN[name], sign - 1)
     patterns = payloads | payloads.map(lambda payload: payload | sign)
-    drawn = hnp.arrays(f"uint{bits}", shape, elements=patterns, fill=patterns)
-    return drawn.map(lambda array: array.view(jnp.dtype(name)))
+    sampled = hnp.arrays(f"uint{bits}", shape, elements=patterns, fill=patterns)
+    return sampled.map(lambda array: array.view(jnp.dtype(name)))
 
 
 def byte_arrays(shape: tuple[int, ...], dtype: str) -> st.SearchStrategy[np.ndarray]:
     """Any bytes at all, viewed in a dtype: numbers, infinities, NaN."""
     kind = jnp.dtype(canonical_dtype(dtype))
-    drawn = hnp.arrays(np.uint8, (*shape, kind.itemsize), fill=st.integers(0, 255))
-    return drawn.map(lambda array: array.view(kind)[..., 0])
+    sampled = hnp.arrays(np.uint8, (*shape, kind.itemsize), fill=st.integers(0, 255))
+    return sampled.map(lambda array: array.view(kind)[..., 0])
 
 
 def poisoned_buffers(

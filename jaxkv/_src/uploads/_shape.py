@@ -227,7 +227,7 @@ class StepShape:
         if ring is None:
             return Upload(data=self.format.padding.copy(), shape=self)
         ring.buffer(self)[:] = self.format.padding
-        return Upload(data=ring.seal(), shape=self)
+        return Upload(data=ring.flush(), shape=self)
 
     def check_made_for(self, owner: str, **tables: object) -> None:
         """Raises ValueError unless the shape was made for given tables.
@@ -274,7 +274,7 @@ class Ring(Protocol):
         """Returns int32[shape.format.size] to write a step into."""
         ...
 
-    def seal(self) -> Any:
+    def flush(self) -> Any:
         """Returns the buffer that was handed out last, as the array that a step reads."""
         ...
 

@@ -1,0 +1,208 @@
+"""Blocks that come back from host memory: of prefixes, and of preempted requests. No jax."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from jaxkv._src.blocks._caching import CachedPrompts
+from jaxkv._src.blocks._cells import NO_IDS
+from jaxkv._src.blocks._prompts import CachedPrompt, PrefixHit
+from jaxkv._src.blocks._resuming import columns_to_share
+from jaxkv._src.blocks._state import RequestState
+from jaxkv._src.offload import OffloadManager
+from jaxkv._src.prefixes import Checkpoint, PrefixPolicy, PrefixTree, SharedColumns
+from jaxkv._src.uploads import Ints
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SwappedRequest:
+    """A preempted request, and all that it goes on with.
+
+    blocks: its blocks, group by group, wherever they lie now.
+    columns: theirs, with the ids of when it was parked.
+    lost_ends: see `RequestState`.
+    prompt: None: it was started without tokens.
+    """
+
+    blocks: Checkpoint
+    columns: Sequence[SharedColumns]
+    lost_ends: np.ndarray
+    prompt: CachedPrompt | None
+
+    @classmethod
+    def of(
+        cls,
+        state: RequestState,
+        policies: Sequence[PrefixPolicy],
+        row: int,
+        prompt: CachedPrompt | None,
+    ) -> "SwappedRequest | None":
+        """Returns the request of a row; None if it has nothing, or no block has its newest state.
+
+        That is so after a step of drafts, whose state may lie in the block of one of them, and
+        while the next upload copies into one of its blocks.
+        """
+        count = state.computed.item(row)
+        if not count or state.awaits_copy(row):
+            return None
+        try:
+            columns = columns_to_share(state, row, count)
+        except ValueError:
+            return None
+        groups = np.repeat(range(len(columns)), [part.block_ids.size for part in columns])
+        ends = [NO_IDS]
+        for policy, part in zip(policies, columns, strict=True):
+            whole = (np.arange(part.first, part.end) + 1) * policy.block
+            ends.append(whole.clip(0, policy.until(count)))
+        ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
+        blocks = Checkpoint(count, ids, np.concatenate(ends), groups, is_wanted=True)
+        return cls(blocks, columns, state.lost_ends[:, row].copy(), prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has computed; 0: a block of them is gone."""
+        return self.blocks.position if self.blocks.is_kept else 0
+
+    def columns_now(self) -> list[SharedColumns]:
+        """Returns its columns, with the ids that the blocks have now."""
+        return _with_ids(self.columns, self.blocks.blocks)
+
+
+def _with_ids(columns: Sequence[SharedColumns], block_ids: np.ndarray) -> list[SharedColumns]:
+    """Returns columns with other blocks, group by group."""
+    ends = np.cumsum([part.block_ids.size for part in columns])
+    each = zip(columns, np.split(block_ids, ends[:-1]), strict=True)
+    return [part._replace(block_ids=ids) for part, ids in each]
+
+
+class HostLoads:
+    """Loads of blocks from host memory, for prefixes and for preempted requests.
+
+    parked: preempted requests by name.
+    _taken: blocks that were taken although they may be loaded, because they were to be copied.
+    """
+
+    def __init__(
+        self,
+        state: RequestState,
+        tree: PrefixTree,
+        kept: CachedPrompts,
+        offload: OffloadManager | None,
+    ):
+        self._state, self._tree, self._kept, self._offload = state, tree, kept, offload
+        self.swapped: dict[Hashable, SwappedRequest] = {}
+        self._taken = NO_IDS
+
+    def on_take(self, ids: np.ndarray) -> None:
+        """Gives up loads into blocks, unless the next upload copies these before they change."""
+        self._state.copies.forget(ids)
+        self._give_up(np.concatenate([self._taken, ids]))
+
+    def _give_up(self, ids: np.ndarray) -> None:
+        """Gives up loads into taken blocks; into those that are to be copied only later."""
+        is_copied = np.isin(ids, self._state.copies.sources)
+        self._taken = ids[is_copied]
+        if self._offload is not None:
+            self._offload.give_up(ids[~is_copied])
+
+    def _split(self, columns: Sequence[SharedColumns]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the blocks of columns on the device, and those in host memory."""
+        ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
+        on_host = ids >= self._state.pool.num_blocks
+        return ids[~on_host], ids[on_host].astype(np.int64)
+
+    def fits(self, columns: Sequence[SharedColumns]) -> bool:
+        """Returns whether blocks are free for those of columns that are in host memory."""
+        pool, (here, on_host) = self._state.pool, self._split(columns)
+        num_evictable = int(np.count_nonzero(pool.references_of(here) == 0))
+        needed = on_host.size + self._state.copies.sources.size
+        return needed <= pool.num_free_blocks - num_evictable
+
+    def loaded(
+        self, columns: Sequence[SharedColumns], num_tokens: int, prompt: CachedPrompt | None
+    ) -> Sequence[SharedColumns]:
+        """Returns columns of tokens with all blocks on the device, once the next moves are made."""
+        pool, (here, on_host) = self._state.pool, self._split(columns)
+        if self._offload is None or not on_host.size:
+            return columns
+        ids = np.concatenate([part.block_ids for part in columns])
+        pool.hold(here)  # or the blocks that are taken may be these
+        into = self._offload.load(on_host, self._state.copies.take_to_load)
+        pool.release(np.concatenate([here, into]))  # warm, until the request holds them
+        ids[ids >= pool.num_blocks] = into
+        columns = _with_ids(columns, ids)
+        if prompt is not None:
+            parts = [(part.first, part.block_ids) for part in columns]
+            self._kept.announce(prompt, num_tokens, parts)
+        return columns
+
+    def are_read_by(self, rows: Sequence[int]) -> bool:
+        """Returns whether steps of rows read what the next moves need not load."""
+        if self._offload is None or not self._offload.has_loads:
+            return False
+        started = [row for row in rows if self._state.unsynced_tokens[row]]
+        return any(self._offload.await_loads(self._state.blocks_of(row)) for row in started)
+
+    def before_step(self, rows: np.ndarray) -> None:
+        """Lets the moves before a step of ``rows`` have all loads, if the step needs some."""
+        if self._taken.size:  # a copy of them may have been dropped
+            self._give_up(self._taken)
+        if self._offload is not None and self._offload.has_loads:
+            is_copied = self._offload.await_loads(self._state.copies.sources)
+            if is_copied or not rows.size or self.are_read_by(rows.tolist()):
+                self._offload.require_all()
+
+    # --- preempted requests -------------------------------------------------------
+
+    def swap_out(self, name: Hashable, row: int, tokens: Ints | None) -> bool:
+        """Keeps all that a row's next token reads, before it releases its blocks.
+
+        Returns:
+          Whether all of it is kept; otherwise the whole blocks of its tokens are, as by `finish`.
+        """
+        swapped = SwappedRequest.of(self._state, self._tree.policies, row, self._kept.get(row))
+        self._kept.finish(row, tokens, caches_end=swapped is None)
+        if swapped is None or self._offload is None:
+            return False
+        self._tree.swap_out(swapped.blocks)
+        self._state.pool.has_cached = True
+        self.swapped[name] = swapped
+        self._offload.count(swapped_out_requests=1)
+        return True
+
+    def num_swapped_tokens(self, name: Hashable) -> int:
+        """Returns the tokens that `swap_in` brings back; 0: it cannot."""
+        swapped = self.swapped.get(name)
+        if swapped is None or self._offload is None or not swapped.num_tokens:
+            return 0
+        columns = swapped.columns_now()
+        _, on_host = self._split(columns)
+        is_worth_it = not on_host.size or self._offload.is_worth_it(swapped.num_tokens, on_host)
+        return swapped.num_tokens if is_worth_it and self.fits(columns) else 0
+
+    def swap_in(self, name: Hashable, row: int) -> PrefixHit:
+        """Gives a row that was just started all that was parked; `num_swapped_tokens` is not 0."""
+        swapped = self.swapped[name]
+        count, prompt, columns = swapped.num_tokens, swapped.prompt, swapped.columns_now()
+        is_on_host = self._split(columns)[1].size > 0
+        columns = self.loaded(columns, count, prompt)
+        self._state.go_on(row, count, columns, swapped.lost_ends)
+        self.discard_swapped(name)
+        ends: tuple[int, ...] = ()
+        if prompt is not None:
+            self._kept.start(row, prompt)
+            ends = tuple([end for end in prompt.chunk_ends if end > count])
+        if self._offload is not None:
+            self._offload.count(swapped_in_requests=1, swapped_in_tokens=count)
+        self._kept.bound_checkpoints()
+        shared = tuple([part.block_ids.size for part in columns])
+        reasons = ("complete",) * len(columns)
+        return PrefixHit(row, count, shared, reasons, ends, count if is_on_host else 0)
+
+    def discard_swapped(self, name: Hashable) -> None:
+        """Forgets a request that was parked, if it was."""
+        swapped = self.swapped.pop(name, None)
+        if swapped is not None and self._offload is not None and swapped.num_tokens:
+            freed = self._offload.let_go(self._tree.drop_checkpoint(swapped.blocks))
+            self._state.pool.uncache(freed)
