@@ -48,7 +48,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
 def _serve(axis: str, count: int, dtype: str) -> Course:
     mesh = Mesh(np.array(jax.devices()[:count]), (axis,))
     changes = by_size(full=HEADS, small=HEADS, smallest=CONFIG)
-    engine = demo_engine(mesh, axis, changes, dtype, pool_bytes=2**24)
+    engine = demo_engine(mesh, axis, changes, dtype, pool_bytes=2**25)
     engine.warm_up()
     times: dict[str, list[float]] = {"schedule": [], "books": [], "dispatch": []}
     engine.scheduler.schedule = _timed(times["schedule"], engine.scheduler.schedule)
