@@ -48,6 +48,7 @@ check: $(VENV)/.test
 format: $(VENV)/.test
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python notebooks/execute.py --layout
 
 # The oldest that pyproject.toml allows, what the figures in README.md come from, the newest.
 LANES := lane-oldest lane-measured lane-newest

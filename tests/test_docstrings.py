@@ -41,9 +41,9 @@ def files(*folders: pathlib.Path) -> list[pathlib.Path]:
 
 
 def test_no_docstring_opens_with_a_question_word() -> None:
-    texts = {
-        str(path): path.read_text() for path in files(*PACKAGES, TESTS, TESTS.parent / "notebooks")
-    }
+    notebooks = TESTS.parent / "notebooks"
+    paths = [*files(*PACKAGES, TESTS, notebooks), *notebooks.glob("*.ipynb")]
+    texts = {str(path): path.read_text() for path in paths}
     assert sum(text.count('"""') // 2 for text in texts.values()) > 1500
     found = {path: QUESTION.findall(text) for path, text in texts.items()}
     assert {path: lines for path, lines in found.items() if lines} == {}

@@ -105,8 +105,8 @@ PUBLIC = {
 TEXTS = [
     path.read_text()
     for folder in ("tests", "notebooks")
-    for path in (pathlib.Path(__file__).parents[1] / folder).rglob("*.py")
-    if path != pathlib.Path(__file__)
+    for path in (pathlib.Path(__file__).parents[1] / folder).rglob("*.*py*")
+    if path.suffix in (".py", ".ipynb") and path != pathlib.Path(__file__)
 ]
 
 

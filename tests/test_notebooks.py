@@ -1,7 +1,7 @@
-"""Every notebook runs, and is what its source says.
+"""Every notebook runs, and its outputs are in it.
 
-They run as scripts, many after another in one process, on whatever device is there; one runs in a
-Jupyter kernel instead, as `execute.py` makes them all.
+Their code runs as scripts, many after another in one process, on whatever device is there; one runs
+in a Jupyter kernel instead, as `notebooks/execute.py` runs them all.
 """
 
 import importlib.util
@@ -15,12 +15,12 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parents[1]
-SOURCES = sorted(
-    (HERE / "notebooks").glob("[0-9]*_*.py"), key=lambda path: int(path.stem.split("_")[0])
+NOTEBOOKS = sorted(
+    (HERE / "notebooks").glob("*.ipynb"), key=lambda path: int(path.stem.split("_")[0])
 )
 WITHOUT_PICTURES = "10_a_hugging_face_model", "11_rollouts_with_flax", "12_serving_fast"
-NEEDED = "jupytext", "nbclient", "ipykernel", "matplotlib"
-IN_KERNEL = HERE / "notebooks" / "3_planning.py"
+NEEDED = "nbclient", "ipykernel", "matplotlib"
+IN_KERNEL = HERE / "notebooks" / "3_planning.ipynb"
 MAX_BYTES = 150_000  # kept in git, and read on the web
 
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -39,14 +39,6 @@ def outputs(path: pathlib.Path) -> list[dict]:
 
 def contents(path: pathlib.Path) -> list[tuple[str, str, str]]:
     return [(cell["id"], cell["cell_type"], "".join(cell["source"])) for cell in cells(path)]
-
-
-def test_there_are_these_and_each_has_its_pair() -> None:
-    names = ["1_layouts", "2_block_tables", "3_planning", "4_zeroing_and_nan", "5_your_own_engine"]
-    names += ["6_meshes", "7_coming_from_vllm_or_numpy", "8_prefixes_and_rollouts"]
-    names += ["9_sleep_and_page_lists", *WITHOUT_PICTURES]
-    assert [source.stem for source in SOURCES] == names
-    assert sorted(path.stem for path in (HERE / "notebooks").glob("*.ipynb")) == sorted(names)
 
 
 def run(*arguments: object) -> str:
@@ -74,13 +66,14 @@ def run(*arguments: object) -> str:
 # A process compiles what its notebooks share once; each of two takes every second one. The first
 # of all counts devices, and the last moves jax's cache of programs.
 RUN = """
-import gc, runpy, sys, jax
+import gc, pathlib, sys, execute, jax
 from matplotlib import pyplot
 gc.set_threshold(200_000)  # as in conftest.py
 for name in sys.argv[1:]:
     print("running", name, flush=True)
     precision = jax.config.jax_default_matmul_precision
-    runpy.run_path(name)
+    script = execute.code(pathlib.Path(name))
+    exec(compile(script, name, "exec"), {"__name__": "__main__"})
     jax.config.update("jax_default_matmul_precision", precision)
     pyplot.close("all")
 """
@@ -90,38 +83,38 @@ FIRST, LAST = "6_meshes", "12_serving_fast"
 @pytest.mark.parametrize("first", [0, 1])
 def test_every_second_notebook_runs(first: int) -> None:
     has_flax = importlib.util.find_spec("flax") is not None
-    sources = [
-        source
-        for source in sorted(SOURCES, key=lambda s: (s.stem != FIRST, s.stem == LAST))
-        if source != IN_KERNEL and (has_flax or "from flax" not in source.read_text())
+    paths = [
+        path
+        for path in sorted(NOTEBOOKS, key=lambda path: (path.stem != FIRST, path.stem == LAST))
+        if path != IN_KERNEL and (has_flax or "from flax" not in path.read_text())
     ]
-    sources = sources[first::2]
-    printed = run("-c", RUN, *(source.name for source in sources))
+    paths = paths[first::2]
+    printed = run("-c", RUN, *(path.name for path in paths))
     each = re.split(r"^running .*\n", printed, flags=re.M)[1:]
-    assert len(each) == len(sources) and all(each)
+    assert len(each) == len(paths) and all(each)
 
 
-READ = """
-import json, pathlib, sys, execute
-for name in sys.argv[1:]:
-    cells = execute.read(pathlib.Path(name)).cells
-    print(json.dumps([(cell.id, cell.cell_type, cell.source) for cell in cells]))
+LAID_OUT = """
+import json, sys, execute
+for path in map(execute.pathlib.Path, sys.argv[1:]):
+    print(path.read_text() == execute.layout(json.loads(path.read_text())))
 """
 
 
-def test_each_notebook_is_what_its_source_says() -> None:
-    rebuild = "the pair is out of step: run `python notebooks/execute.py` and commit both"
-    lines = run("-c", READ, *(source.name for source in SOURCES)).splitlines()
-    for source, line in zip(SOURCES, lines, strict=True):
-        committed = source.with_suffix(".ipynb")
-        assert contents(committed) == [tuple(cell) for cell in json.loads(line)], rebuild
-        assert_fit_to_read(committed)
+def test_each_is_laid_out_for_git_and_has_the_outputs_of_all_its_cells() -> None:
+    assert len(NOTEBOOKS) == 12
+    lines = run("-c", LAID_OUT, *(path.name for path in NOTEBOOKS)).split()
+    for path, is_laid_out in zip(NOTEBOOKS, lines, strict=True):
+        assert is_laid_out == "True", "run `python notebooks/execute.py` and commit the notebook"
+        codes = [cell for cell in cells(path) if cell["cell_type"] == "code"]
+        assert [cell["execution_count"] for cell in codes] == [*range(1, len(codes) + 1)]
+        assert_fit_to_read(path)
 
 
-def test_a_notebook_is_made_in_a_jupyter_kernel(tmp_path) -> None:
+def test_a_notebook_is_executed_in_a_jupyter_kernel(tmp_path) -> None:
     run("execute.py", IN_KERNEL, "--output", tmp_path)
-    fresh = tmp_path / f"{IN_KERNEL.stem}.ipynb"
-    assert contents(fresh) == contents(IN_KERNEL.with_suffix(".ipynb"))
+    fresh = tmp_path / IN_KERNEL.name
+    assert contents(fresh) == contents(IN_KERNEL)
     assert_fit_to_read(fresh)
 
 
@@ -130,6 +123,6 @@ def assert_fit_to_read(path: pathlib.Path) -> None:
     assert path.stat().st_size < MAX_BYTES
     assert all("name" not in output or output["name"] != "stderr" for output in outputs(path))
     pictures = ["image/png" in output.get("data", {}) for output in outputs(path)]
-    sampled = sum("plotting.plot_" in text for _, _, text in contents(path))
-    assert sum(pictures) == sampled
-    assert sampled or path.stem in WITHOUT_PICTURES
+    drawing = sum("plotting.plot_" in text for _, _, text in contents(path))
+    assert sum(pictures) == drawing
+    assert drawing or path.stem in WITHOUT_PICTURES
