@@ -12,23 +12,36 @@ JOBS ?= 2
 BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
 comma := ,
 
-.PHONY: help demo test bench docs check format wheel-check lane-oldest lane-measured lane-newest \
+.PHONY: help demo quick test mutants bench docs check format wheel-check lane-oldest lane-measured lane-newest \
 	lane-gpus lanes ci clean
 
 help:
 	@echo "make demo    serve a small hybrid model, compare it with the model without a cache"
+	@echo "make quick   lint, types and the quick tests, in a minute"
 	@echo "make test    lint, types, all tests and notebooks; needs no GPU"
-	@echo "make bench   time host books, steps, kernels and planner; ARGS='zero copies' for some"
+	@echo "make mutants mutation testing of the lines changed since main; ARGS=tests/test_blocks.py"
+	@echo "make bench   time the block manager, steps, kernels, planner; ARGS='zero copies' for some"
 	@echo "make docs    the site: a page for every public module, and the guides"
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make lanes   all tests on the built wheel: oldest, measured and newest Python and jax"
 	@echo "make lane-gpus    compile the kernels for GPUs from Ampere to Blackwell; needs no GPU"
 	@echo "make wheel-check PY=3.13 WITH='jax==0.11.2'  the same on a Python and packages of yours"
-	@echo "make ci      test and lanes: all that has to pass"
+	@echo "make ci      test, lanes and docs: all that has to pass"
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m jaxkv demo $(ARGS)
+
+# Units and properties of the host's packages, and one kernel in interpret mode.
+QUICK := $(patsubst %,tests/test_%.py,architecture specs layout planning grouping choice hf_config \
+	blocks prefixes prefix_keys prefix_lookup prefix_events offload shape_buckets \
+	scheduler scheduler_samples scheduler_prefixes) tests/kernels/test_zero_blocks.py
+
+quick: check
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)
+
+mutants: $(VENV)/.mutants
+	@$(BIN)/python .ci/mutants.py $(or $(ARGS),$(QUICK))
 
 test: check
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)

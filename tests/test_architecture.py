@@ -1,7 +1,6 @@
-"""Imports run downwards only, planning never loads jax, and CONTRIBUTING.md's map says so.
+"""Imports run downwards only, planning never loads jax, and CONTRIBUTING.md draws this.
 
-`ROWS` is the rule and the map its drawing. The checker reads the imports of every
-module, those inside of functions too.
+`ROWS` is the rule. The checker reads the imports of every module, also inside functions.
 """
 
 import ast
@@ -246,23 +245,23 @@ def test_what_does_without_jax_loads_none() -> None:
     assert not {"jax", "jaxlib", *OPTIONAL} & {name.partition(".")[0] for name in loaded}
 
 
-ROOMS = set(ROW_OF) - {"__main__", "public", "demo", "internal (jax)", "offload (jax)"}
-# Each room is imported in a fork of one process, which has jax and nothing of ours.
+NAMES = set(ROW_OF) - {"__main__", "public", "demo", "internal (jax)", "offload (jax)"}
+# Each package is imported in a fork of one process, which has jax and nothing of ours.
 IMPORT = """
 import os, sys, time
 start = time.process_time()
 import jax.numpy, numpy
 jax_took, before = time.process_time() - start, set(sys.modules)
-for room in sys.argv[1:]:
+for name in sys.argv[1:]:
     sys.stdout.flush()
     if not os.fork():
         start = time.process_time()
-        __import__(room)
+        __import__(name)
         took = time.process_time() - start
-        print(room, 1e3 * took, 1e3 * jax_took, *set(sys.modules) - before)
+        print(name, 1e3 * took, 1e3 * jax_took, *set(sys.modules) - before)
         sys.stdout.flush()
         os._exit(0)
-    assert os.wait()[1] == 0, room
+    assert os.wait()[1] == 0, name
 """
 
 
@@ -271,14 +270,14 @@ def test_an_import_is_quick_and_silent_and_loads_nothing_optional() -> None:
 
     On a slower machine, a quarter of what jax itself takes.
     """
-    slow = {part if part == "pallas_kernels" else f"jaxkv._src.{part}" for part in ROOMS}
+    slow = {part if part == "pallas_kernels" else f"jaxkv._src.{part}" for part in NAMES}
     for _ in range(5):
         runs = run(IMPORT, "-W", "error", arguments=sorted(slow)).splitlines()
         for line in runs:
-            room, took, jax_took, *loaded = line.split()
-            assert not set(OPTIONAL) & {name.partition(".")[0] for name in loaded}, room
+            name, took, jax_took, *loaded = line.split()
+            assert not set(OPTIONAL) & {module.partition(".")[0] for module in loaded}, name
             if float(took) <= max(MAX_IMPORT_MS, float(jax_took) / 4):
-                slow.remove(room)
+                slow.remove(name)
         if not slow:
             return
     pytest.fail(f"slow to import: {slow}; the last run, in ms, of them and of jax: {runs}")
