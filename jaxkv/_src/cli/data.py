@@ -65,19 +65,10 @@ def _gpu_data(question: Question) -> dict[str, Any] | None:
     }
 
 
-def refusal_data(error: Exception, message: str, tried: Sequence[Try]) -> dict[str, Any]:
-    """Returns a refusal as plain data, with figures if there are too few blocks.
-
-    Args:
-      error: the refusal.
-      message: its text, in the words of the command.
-      tried: changes that work.
-    """
-    data: dict[str, Any] = {"error": message}
+def refusal_data(error: Exception, tried: Sequence[Try]) -> dict[str, Any]:
+    """Returns a refusal, and changes that work, as plain data; figures if blocks are too few."""
+    data: dict[str, Any] = {"error": str(error)}
     if isinstance(error, KVCacheCapacityError):
-        data |= {
-            "needed_blocks": error.needed_blocks,
-            "usable_blocks": error.usable_blocks,
-            "longest_len": error.longest_len,
-        }
+        for name in ("needed_blocks", "usable_blocks", "longest_len"):
+            data[name] = getattr(error, name)
     return data | ({"try": list(map(dataclasses.asdict, tried))} if tried else {})

@@ -11,10 +11,8 @@ from jaxkv._src.cli.data import plan_data, refusal_data
 from jaxkv._src.cli.gpus import GPUS, Budget, NoRoomError, gpu_bytes
 from jaxkv._src.cli.page import page
 from jaxkv._src.cli.question import Question
-from jaxkv._src.cli.specs_file import SpecsFile, SpecsFileError, load_specs
-from jaxkv._src.cli.table import cells, table
+from jaxkv._src.cli.specs_file import SpecsFile, load_specs
 from jaxkv._src.cli.tries import tries
-from jaxkv._src.cli.words import in_flags
 from jaxkv._src.hf_config import (
     count_weights,
     layers_from_config,
@@ -38,6 +36,7 @@ COUNTS = {
 EPILOG = """\
 Presets: {presets}
 Units: KB, MB, GB, TB; KiB, MiB, GiB, TiB. Lengths: 8k is 8,192 tokens, 1m 1,048,576.
+Errors name flags as the library does: max_model_len is --max-model-len.
 --specs reads, for example:
   {"max_model_len": 131072,
    "layers": [{"count": 6, "layers": [
@@ -80,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-cache-mode", metavar="MODE", default="none", help=states)
     groups = "groups of layers: auto (default), rule, least_waste or packed"
     add("--grouping", metavar="NAME", default="auto", help=groups)
-    add("--table", action="store_true", help="print requests at once, by dtype and block size")
     add("--json", action="store_true", help="print the plan or the refusal as JSON")
 
 
@@ -96,28 +94,17 @@ def run(options: argparse.Namespace) -> int:
     question: Question | None = None
     try:
         question = _read(options)
-        text = _answer(question, options)
+        plan, tried = question.plan(), tries(question)
     except (ValueError, TypeError, NotImplementedError) as error:
-        memory = "--memory" if options.memory is not None else "the memory for the cache"
-        message = str(error)
-        if not isinstance(error, SpecsFileError):  # its fields are not flags
-            message = in_flags(message, memory=memory)
         has_remedy = isinstance(error, KVCacheCapacityError | NoRoomError)
         tried = tries(question) if question is not None and has_remedy else []
         if not options.json:
-            raise ValueError("\n".join([message, *map(str, tried)])) from error
-        print(json.dumps(refusal_data(error, message, tried), indent=2))
+            raise ValueError("\n".join([str(error), *map(str, tried)])) from error
+        print(json.dumps(refusal_data(error, tried), indent=2))
         return 2
-    print(text)
+    data = plan_data(question, plan, tried) if options.json else None
+    print(json.dumps(data, indent=2) if data else page(question, plan, tried))
     return 0
-
-
-def _answer(question: Question, options: argparse.Namespace) -> str:
-    plan = question.plan()
-    if options.json:
-        data = plan_data(question, plan, tries(question))
-        return json.dumps(data | ({"table": cells(question)} if options.table else {}), indent=2)
-    return table(question) if options.table else page(question, plan, tries(question))
 
 
 def _read(options: argparse.Namespace) -> Question:

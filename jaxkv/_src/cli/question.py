@@ -74,9 +74,9 @@ class Question:
           ValueError: the longest request or a usual one is longer than the model's own.
         """
         own, wanted = self.own_len, self.max_model_len or self.own_len
-        for name, tokens in (("max_model_len", wanted), ("request_len", self.request_len or 1)):
+        for flag, tokens in ("--max-model-len", wanted), ("--request-len", self.request_len or 1):
             if tokens > own:
-                raise ValueError(f"{name}={tokens:,} is beyond the model's {own:,}")
+                raise ValueError(f"{flag}={tokens:,} is beyond the model's {own:,}")
         return wanted
 
     @property

@@ -62,23 +62,12 @@ class SpecsFile:
     max_encoder_tokens: int = 0
 
 
-class SpecsFileError(ValueError):
-    """A file that does not hold specs; the message names the entry."""
-
-
 def load_specs(path: str) -> SpecsFile:
     """Reads a file of specs.
 
     Raises:
-      SpecsFileError: the file cannot be read, or holds no specs.
+      TypeError, ValueError: the file cannot be read, or an entry, which is named, is no spec.
     """
-    try:
-        return _load(path)
-    except (TypeError, ValueError) as error:
-        raise SpecsFileError(str(error)) from error
-
-
-def _load(path: str) -> SpecsFile:
     try:
         data = read_json(pathlib.Path(path))
     except ValueError as error:
