@@ -1,12 +1,8 @@
 """The demo end to end with a smaller model, and its command as a newcomer meets it."""
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import subprocess
-import sys
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +14,7 @@ from jaxkv._src.demo import model as model_module
 from jaxkv._src.demo import run
 from jaxkv._src.demo.model import Model, forward_step, init_params, query_dtype
 from jaxkv._src.demo.reference import logprobs_of
-from jaxkv._src.demo.run import BOUNDS, bound_of, compare, make_engine, make_requests, serve
+from jaxkv._src.demo.run import BOUNDS, Served, bound_of, compare, make_engine, make_requests
 from jaxkv.testing import count_compilations
 from pallas_kernels import _capability
 from tests import reference_model
@@ -38,25 +34,20 @@ PROMPTS, SAMPLINGS = make_requests(12)
 
 
 @functools.cache
-def served_by(kv_dtype: str) -> tuple[Any, ...]:
-    """An engine of the small model over a small pool, and what `compare` takes first."""
-    layers = jaxkv.layers_from_config(CONFIG, kv_dtype=kv_dtype)
-    model = Model(CONFIG, tuple(layers), query_dtype(kv_dtype))
-    params = init_params(model, jax.random.key(1))
-    block = run.make_plan(CONFIG, layers, 2**20).layout.bytes_per_block
-    engine = make_engine(model, params, run.make_plan(CONFIG, layers, 26 * block))
-    return engine, (model, params, layers)
+def served_by(kv_dtype: str) -> Served:
+    """The small model over a small pool."""
+    return make_engine(CONFIG, kv_dtype, num_blocks=26)
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "fp8_e4m3"])
 def test_what_is_served_is_what_the_model_says_without_a_cache(kv_dtype: str) -> None:
     """With prompts found in the cache and requests preempted, and one compilation per shape."""
-    engine, reference = served_by(kv_dtype)
-    outputs = serve(engine, PROMPTS, SAMPLINGS)
-    found = compare(*reference, PROMPTS, outputs)
-    assert found.largest_difference <= bound_of(kv_dtype)
-    assert found.num_tokens == sum(sampling.max_tokens for sampling in SAMPLINGS)
-    assert found.num_equal >= 0.99 * found.num_tokens
+    engine = served_by(kv_dtype).engine
+    outputs = list(engine.generate(PROMPTS, SAMPLINGS))
+    difference, equal, total = compare(served_by(kv_dtype), PROMPTS, outputs)
+    assert difference <= bound_of(kv_dtype)
+    assert total == sum(sampling.max_tokens for sampling in SAMPLINGS)
+    assert equal >= 0.99 * total
     stats = engine.stats
     assert not stats.nan_tokens and (stats.cached_tokens or stats.preemptions)
     if kv_dtype == "fp8_e4m3":  # blocks of other dtypes hold fewer tokens
@@ -64,14 +55,15 @@ def test_what_is_served_is_what_the_model_says_without_a_cache(kv_dtype: str) ->
     assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks
     engine.manager.reset_prefixes()
     with count_compilations() as compiled:
-        again = serve(engine, PROMPTS, SAMPLINGS)
+        again = engine.generate(PROMPTS, SAMPLINGS)
+        assert {o.request: o.tokens for o in again} == {o.request: o.tokens for o in outputs}
     assert not compiled
-    assert {n: o.tokens for n, o in again.items()} == {n: o.tokens for n, o in outputs.items()}
 
 
 def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
     """The bound is for rounding: what another request wrote is well past it."""
-    engine, reference = served_by("fp8_e4m3")
+    served = served_by("fp8_e4m3")
+    engine = served.engine
     engine.manager.reset_prefixes()
     device, right, steps = engine._device, engine._device.run, itertools.count()
 
@@ -91,12 +83,12 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
 
     monkeypatch.setattr(device, "run", run_exchanged)
     prompts, samplings = [prompt[:40] for prompt in PROMPTS[:2]], SAMPLINGS[:2]
-    wrong = compare(*reference, prompts, serve(engine, prompts, samplings))
-    assert wrong.largest_difference > 5 * BOUNDS["fp8_e4m3"]
+    wrong, *_ = compare(served, prompts, list(engine.generate(prompts, samplings)))
+    assert wrong > 5 * BOUNDS["fp8_e4m3"]
     monkeypatch.undo()
     engine.manager.reset_prefixes()
-    right_again = compare(*reference, prompts, serve(engine, prompts, samplings))
-    assert right_again.largest_difference <= BOUNDS["fp8_e4m3"]
+    right_again, *_ = compare(served, prompts, list(engine.generate(prompts, samplings)))
+    assert right_again <= BOUNDS["fp8_e4m3"]
 
 
 TINY = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 4, "head_dim": 8}
@@ -121,10 +113,7 @@ def test_the_model_is_the_one_it_is_said_to_be() -> None:
 def test_the_command_tells_a_short_story_with_the_result_at_its_end(
     capsys, monkeypatch, bound: float, status: int, last: str
 ) -> None:
-    engine, (_, params, _) = served_by("fp8_e4m3")
-    monkeypatch.setattr(run, "demo_config", lambda: CONFIG)
-    monkeypatch.setattr(run, "make_engine", lambda *_: engine)
-    monkeypatch.setattr(run, "init_params", lambda *_: params)
+    monkeypatch.setattr(run, "make_engine", lambda *_: served_by("fp8_e4m3"))
     monkeypatch.setitem(BOUNDS, "fp8_e4m3", bound)
     assert main(["demo", "--requests", "4"]) == status
     lines = capsys.readouterr().out.splitlines()
@@ -133,10 +122,8 @@ def test_the_command_tells_a_short_story_with_the_result_at_its_end(
 
 
 def test_a_nan_is_no_agreement() -> None:
-    _, reference = served_by("fp8_e4m3")
-    tokens, logprobs = [1, 2], [np.nan, 0.0]
-    output = jaxkv.engine.Output(0, 0, tokens, logprobs, "length")
-    assert np.isnan(compare(*reference, [[3]], {0: output}).largest_difference)
+    output = jaxkv.engine.Output(0, 0, [1, 2], [np.nan, 0.0], "length")
+    assert np.isnan(compare(served_by("fp8_e4m3"), [[3]], [output])[0])
 
 
 @pytest.mark.parametrize(
@@ -153,16 +140,6 @@ def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, mes
     assert message in capsys.readouterr().err
 
 
-def test_the_module_runs_as_a_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxkv", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "demo" in done.stdout
-    parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
-    assert vars(parser.parse_args([])) == {"requests": 24, "kv_dtype": "fp8_e4m3"}
-
-
 @pytest.mark.parametrize("kv_dtype", BOUNDS)
 def test_queries_have_16_bits_where_the_kernel_wants_them(kv_dtype: str, monkeypatch) -> None:
     assert (query_dtype(kv_dtype), bound_of(kv_dtype)) == ("float32", BOUNDS[kv_dtype]) or (
@@ -177,8 +154,8 @@ def test_queries_have_16_bits_where_the_kernel_wants_them(kv_dtype: str, monkeyp
 @needs_mosaic
 def test_a_gpu_serves_with_the_attention_kernel(monkeypatch) -> None:
     monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
-    _, (model, params, layers) = served_by("fp8_e4m3")
-    model, plan = Model(CONFIG, model.layers, "float16"), run.make_plan(CONFIG, layers, 2**20)
+    engine, model, params, _ = served_by("fp8_e4m3")
+    model, plan = Model(CONFIG, model.layers, "float16"), engine.manager.plan
     cache = jaxkv.make_cache(plan, max_requests=4, scales=(0.02, 0.02))
     shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=4, max_query_len=1, extra=4)
 

@@ -40,41 +40,29 @@ def query_dtype(kv_dtype: str) -> str:
 
 def init_params(model: Model, key: Array) -> Params:
     """Returns random weights, each matrix scaled by the square root of its fan-in."""
-    config = model.config
-    hidden, ffn, vocab = (config[n] for n in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, kv_heads, width = (
-        config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    value_heads = config["linear_num_value_heads"]
-    value_width = value_heads * config["linear_value_head_dim"]
-    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + value_width
-    mlp = {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {
-        "full_attention": {
-            "query": (hidden, heads * width),
-            "query_gate": (hidden, heads * width),
-            "key": (hidden, kv_heads * width),
-            "value": (hidden, kv_heads * width),
-            "out": (heads * width, hidden),
-            **mlp,
-        },
-        "linear_attention": {
-            "qkv": (hidden, channels),
-            "out_gate": (hidden, value_width),
-            "beta": (hidden, value_heads),
-            "decay": (hidden, value_heads),
-            "conv": (config["linear_conv_kernel_dim"], channels),
-            "out": (value_width, hidden),
-            **mlp,
-        },
+    c, hidden = model.config, model.config["hidden_size"]
+    queries, keys = (c[n] * c["head_dim"] for n in ("num_attention_heads", "num_key_value_heads"))
+    heads, ffn = c["linear_num_value_heads"], c["intermediate_size"]
+    values = heads * c["linear_value_head_dim"]
+    channels = 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + values
+    outputs = {
+        "full_attention": {"query": queries, "query_gate": queries, "key": keys, "value": keys},
+        "linear_attention": {"qkv": channels, "out_gate": values, "beta": heads, "decay": heads},
     }
-    wanted = {layer: shapes[layer.rsplit(".", 1)[1]] for layer in model.layers}
-    wanted["head"] = {"embed": (vocab, hidden), "unembed": (hidden, vocab)}
-    params: Params = {layer: {} for layer in wanted}
-    for layer, matrices in wanted.items():
-        for name, shape in matrices.items():
-            key, use = jax.random.split(key)
-            params[layer][name] = jax.random.normal(use, shape) / math.sqrt(shape[0])
+    shapes: dict[str, dict[str, tuple[int, int]]] = {}
+    for layer in model.layers:
+        kind = layer.rsplit(".", 1)[1]
+        shapes[layer] = {name: (hidden, size) for name, size in outputs[kind].items()}
+        shapes[layer] |= {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
+        shapes[layer]["out"] = (queries if kind == "full_attention" else values, hidden)
+        if kind == "linear_attention":
+            shapes[layer]["conv"] = (c["linear_conv_kernel_dim"], channels)
+    shapes["head"] = {"embed": (c["vocab_size"], hidden), "unembed": (hidden, c["vocab_size"])}
+    every = [(layer, name) for layer, matrices in shapes.items() for name in matrices]
+    params: Params = {layer: {} for layer in shapes}
+    for use, (layer, name) in zip(jax.random.split(key, len(every)), every, strict=True):
+        shape = shapes[layer][name]
+        params[layer][name] = jax.random.normal(use, shape) / math.sqrt(shape[0])
     return params
 
 

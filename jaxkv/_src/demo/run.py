@@ -23,19 +23,19 @@ from jaxkv._src.demo.reference import logprobs_of
 
 #: keys' and values' dtype -> the largest difference between two log-probabilities from rounding
 BOUNDS = {"f32": 0.001, "f16": 0.003, "bf16": 0.003, "fp8_e4m3": 0.03, "fp8_e5m2": 0.06}
-BF16_QUERIES = 0.02  # instead of that for bf16, where the kernel rounds queries as well
+BF16_QUERIES = 0.02  # instead, where the kernel rounds queries to bf16 as well
 POOL_BYTES, MAX_REQUESTS, MAX_TOKENS = 300_000, 8, 64
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 3, 96
 PROMPT_TOKENS, NEW_TOKENS = (8, 120), (8, 48)  # the fewest and the most
-Prompts = Sequence[Sequence[int]]
 
 
-class Comparison(NamedTuple):
-    """The largest difference of log-probabilities, and how many picks are equal, of how many."""
+class Served(NamedTuple):
+    """An engine, and what computes the same without a cache."""
 
-    largest_difference: float
-    num_equal: int
-    num_tokens: int
+    engine: jaxkv.Engine
+    model: Model
+    params: Params
+    layers: Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,17 +54,13 @@ def run(options: argparse.Namespace) -> int:
     if options.requests < 1:
         raise ValueError(f"--requests must be at least 1, got {options.requests}")
     jax.config.update("jax_enable_x64", False)  # the model's own dtypes, whatever the shell says
-    config = demo_config()
-    layers = jaxkv.layers_from_config(config, kv_dtype=options.kv_dtype)
-    plan = make_plan(config, layers, POOL_BYTES)
-    print(f"A small model of the Qwen3-Next shape, with {len(layers)} layers:\n{plan}\n")
-    model = Model(config, tuple(layers), query_dtype(options.kv_dtype))
-    params = init_params(model, jax.random.key(0))
-    engine = make_engine(model, params, plan)
+    served = make_engine(demo_config(), options.kv_dtype, POOL_BYTES)
+    engine = served.engine
+    print(f"A small model of the Qwen3-Next shape:\n{engine.manager.plan}\n")
     prompts, samplings = make_requests(options.requests)
     print(f"Serving {len(prompts)} requests on {jax.devices()[0].device_kind} ...", flush=True)
     started = time.perf_counter()
-    outputs = serve(engine, prompts, samplings)
+    outputs = list(engine.generate(prompts, samplings))
     stats, seconds = engine.stats, time.perf_counter() - started
     print(
         f"  {stats.sampled_tokens:,} tokens in {stats.steps:,} steps, {seconds:.0f} s to compile "
@@ -73,12 +69,13 @@ def run(options: argparse.Namespace) -> int:
         "Computing each request once more, whole and without a cache ...",
         flush=True,
     )
-    found = compare(model, params, layers, prompts, outputs)
-    agrees = found.largest_difference <= bound_of(options.kv_dtype)  # never, if one is NaN
+    bound = bound_of(options.kv_dtype)
+    difference, equal, total = compare(served, prompts, outputs)
     print(
-        f"  {found.num_equal:,} of {found.num_tokens:,} tokens are the same; log-probabilities "
-        f"differ by up to {found.largest_difference:.2g} (rounding: {bound_of(options.kv_dtype):g})"
+        f"  {equal:,} of {total:,} tokens are the same; log-probabilities differ by up to "
+        f"{difference:.2g} (rounding: {bound:g})"
     )
+    agrees = difference <= bound  # never, if one is NaN
     verdict = "OK: the paged cache gives" if agrees else "FAILED: the paged cache does not give"
     print(f"{verdict} what the model gives without a cache.")
     return 0 if agrees else 1
@@ -89,17 +86,21 @@ def demo_config() -> dict[str, Any]:
     return jaxkv.load_config("qwen3-next-demo") | {"num_hidden_layers": 4}
 
 
-def make_plan(config: Mapping[str, Any], layers: Mapping[str, Any], num_bytes: int) -> jaxkv.Plan:
-    """Returns a plan of the layers for the steps of `make_engine`."""
-    limits = jaxkv.Limits(max_in_flight_tokens=MAX_TOKENS)
-    longest = jaxkv.hf_config.model_len(config)
-    return jaxkv.plan_cache(layers, num_bytes, max_model_len=longest, limits=limits)
-
-
-def make_engine(model: Model, params: Params, plan: jaxkv.Plan) -> jaxkv.Engine:
-    """Returns an engine of the model over a cache of the plan."""
-    scales = KEY_SCALE, VALUE_SCALE
-    return jaxkv.Engine(
+def make_engine(
+    config: Mapping[str, Any], kv_dtype: str, pool_bytes: int | None = None, num_blocks: int = 0
+) -> Served:
+    """Returns an engine of a random model, over a pool of these bytes or blocks."""
+    layers = jaxkv.layers_from_config(config, kv_dtype=kv_dtype)
+    plan = jaxkv.plan_cache(
+        layers,
+        pool_bytes or 2**30,
+        max_model_len=jaxkv.hf_config.model_len(config),
+        limits=jaxkv.Limits(max_in_flight_tokens=MAX_TOKENS),
+        num_blocks_override=num_blocks or None,
+    )
+    model = Model(config, tuple(layers), query_dtype(kv_dtype))
+    params, scales = init_params(model, jax.random.key(0)), (KEY_SCALE, VALUE_SCALE)
+    engine = jaxkv.Engine(
         functools.partial(forward_step, model),
         params,
         plan,
@@ -107,6 +108,7 @@ def make_engine(model: Model, params: Params, plan: jaxkv.Plan) -> jaxkv.Engine:
         max_tokens=MAX_TOKENS,
         cache=jaxkv.make_cache(plan, max_requests=MAX_REQUESTS, scales=scales),
     )
+    return Served(engine, model, params, layers)
 
 
 def make_requests(count: int) -> tuple[list[list[int]], list[jaxkv.Sampling]]:
@@ -122,31 +124,27 @@ def make_requests(count: int) -> tuple[list[list[int]], list[jaxkv.Sampling]]:
     return prompts, samplings
 
 
-def serve(
-    engine: jaxkv.Engine, prompts: Prompts, samplings: Sequence[jaxkv.Sampling]
-) -> dict[int, Any]:
-    """Returns the output of each prompt, by its number."""
-    return {output.request: output for output in engine.generate(prompts, samplings)}
-
-
 def compare(
-    model: Model, params: Params, layers: Mapping[str, Any], prompts: Prompts, outputs: Mapping
-) -> Comparison:
-    """Computes every request anew, prompt and served tokens at once, and compares the results."""
-    model = Model(model.config, model.layers)  # with queries of 32 bits
-    reference = jax.jit(functools.partial(logprobs_of, model, layers))
-    longest = max(len(prompts[name]) + len(output.tokens) for name, output in outputs.items())
+    served: Served, prompts: Sequence[Sequence[int]], outputs: Sequence[Any]
+) -> tuple[float, int, int]:
+    """Computes every request again, prompt and output at once, without a cache.
+
+    Returns:
+      The largest difference of log-probabilities, and how many picks are equal, of how many.
+    """
+    model = Model(served.model.config, served.model.layers)  # with queries of 32 bits
+    reference = jax.jit(functools.partial(logprobs_of, model, served.layers))
+    longest = max(len(prompts[output.request]) + len(output.tokens) for output in outputs)
     differences, equal = [], 0
-    for name, output in outputs.items():
-        tokens, ids = np.array(output.tokens), np.zeros(longest, np.int32)
-        whole = [*prompts[name], *output.tokens]
-        ids[: len(whole)] = whole
-        rows = np.asarray(reference(params, ids))[len(prompts[name]) - 1 : len(whole) - 1]
-        equal += int((rows.argmax(axis=-1) == tokens).sum())
-        logprobs = np.take_along_axis(rows, tokens[:, None], axis=-1)[:, 0]
-        differences.append(np.abs(logprobs - output.logprobs))
+    for output in outputs:
+        tokens, start = np.array(output.tokens), len(prompts[output.request])
+        ids = np.zeros(longest, np.int32)
+        ids[: start + len(tokens)] = [*prompts[output.request], *output.tokens]
+        logprobs = np.asarray(reference(served.params, ids))[start - 1 :][: len(tokens)]
+        equal += int((logprobs.argmax(axis=-1) == tokens).sum())
+        differences.append(np.abs(logprobs[np.arange(len(tokens)), tokens] - output.logprobs))
     every = np.concatenate(differences)
-    return Comparison(float(every.max()), equal, len(every))
+    return float(every.max()), equal, len(every)
 
 
 def bound_of(kv_dtype: str) -> float:

@@ -104,9 +104,9 @@ def llama4(reader: ConfigReader, options: Options) -> Layers:
     ``no_rope_layers`` holds 1 for a layer with rotary positions, and 0 for one without.
     """
     count = reader.layer_count()
-    layer_index = reader.number("no_rope_layer_interval", default=4)
+    period = reader.number("no_rope_layer_interval", default=4)
     rope = reader.listed("no_rope_layers", [])  # older configurations hold an empty list
-    rope = rope or [int((i + 1) % layer_index != 0) for i in range(count)]
+    rope = rope or [int((i + 1) % period != 0) for i in range(count)]
     default = [CHUNKED if with_rope else FULL for with_rope in rope]
     kinds = reader.layer_kinds({FULL: FULL, CHUNKED: CHUNKED}, default)
     full = full_attention(reader, options)

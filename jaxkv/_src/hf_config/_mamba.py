@@ -49,9 +49,9 @@ def jamba(reader: ConfigReader, options: Options) -> Layers:
     """
     inner = reader.number("mamba_expand") * reader.number("hidden_size")
     mamba = mamba1_spec(reader, options, inner)
-    layer_index, offset = reader.number("attn_layer_period"), reader.count("attn_layer_offset")
+    period, offset = reader.number("attn_layer_period"), reader.count("attn_layer_offset")
     count = reader.layer_count()
-    default = ["attention" if i % layer_index == offset else "mamba" for i in range(count)]
+    default = ["attention" if i % period == offset else "mamba" for i in range(count)]
     layers = [(kind,) for kind in reader.layer_kinds(KINDS, default)]
     attention = full_attention(reader, options, width=head_size(reader))
     return name_layers(layers, {FULL: attention, MAMBA: mamba})

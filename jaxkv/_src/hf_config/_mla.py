@@ -72,10 +72,10 @@ def _own_indexers(reader: ConfigReader) -> list[bool]:
     """
     count = reader.layer_count()
     reader.layer_kinds({"indexed_attention": MLA}, ["indexed_attention"] * count)
-    layer_index = reader.number("index_topk_freq", default=1)
+    period = reader.number("index_topk_freq", default=1)
     offset = reader.count("index_skip_topk_offset", 2)
-    own = [max(i - offset + 1, 0) % layer_index == 0 for i in range(count)]
-    decided = "index_topk_freq" if layer_index > 1 else None
+    own = [max(i - offset + 1, 0) % period == 0 for i in range(count)]
+    decided = "index_topk_freq" if period > 1 else None
     if reader.value("index_topk_pattern") is not None:
         letters = reader.letters("index_topk_pattern", {"F": INDEXER, "S": MLA})
         own, decided = [kind == INDEXER for kind in letters], "index_topk_pattern"

@@ -75,8 +75,8 @@ def without_rope(reader: ConfigReader) -> tuple[list[str], str | None]:
     return idle(reader)
 
 
-def periodic(layer_index: int, *names: str, first: bool = False, null: bool = False) -> Rule:
-    """Returns the rule that one layer of every ``layer_index`` is full.
+def periodic(period: int, *names: str, first: bool = False, null: bool = False) -> Rule:
+    """Returns the rule that one layer of every ``period`` is full.
 
     Args:
       period: layers of a period where the file names none.
@@ -86,7 +86,7 @@ def periodic(layer_index: int, *names: str, first: bool = False, null: bool = Fa
     """
 
     def rule(reader: ConfigReader) -> tuple[list[str], str | None]:
-        count, every, decided = reader.layer_count(), layer_index, None
+        count, every, decided = reader.layer_count(), period, None
         for name in names:
             if reader.value(name):
                 every, decided = _period(reader, name, None if decided is None else every), name

@@ -9,8 +9,8 @@ from jaxkv._src.specs import StateSpec
 def zamba(reader: ConfigReader, options: Options) -> Layers:
     """Zamba: mamba1 in every layer; full attention comes before it in ``hybrid`` layers."""
     count = reader.layer_count()
-    layer_index, offset = reader.number("attn_layer_period"), reader.count("attn_layer_offset")
-    rest = ["hybrid" if i % layer_index == offset else "mamba" for i in range(count - 3)]
+    period, offset = reader.number("attn_layer_period"), reader.count("attn_layer_offset")
+    rest = ["hybrid" if i % period == offset else "mamba" for i in range(count - 3)]
     reader.default(layers_block_type=["mamba", "mamba", "hybrid", *rest][:count])
     reader.ignore("n_mamba_heads")
     inner = reader.number("mamba_expand") * reader.number("hidden_size")

@@ -1,4 +1,4 @@
-"""Pictures of one block and one page: tensors, layers, rows, physical orders."""
+"""Pictures of one block and one page: tensors, layers, tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from jaxkv._src.specs import LayerSpec, StateSpec
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-MAX_TENSORS = 12  # of more, the first are drawn
+MAX_TENSORS = 12  # the first are drawn
+MAX_NAMES = 16  # of slots and of kernel blocks
 
 
 def plot_layout(layout: PoolLayout) -> "Figure":
@@ -44,54 +44,46 @@ def plot_layout(layout: PoolLayout) -> "Figure":
       TypeError: not a layout.
     """
     check_kind(PoolLayout, layout=layout)
-    starts = list(itertools.accumulate((t.page_bytes for t in layout.tensors), initial=0))
-    end = starts[: MAX_TENSORS + 1][-1]
-    rows = range(len(layout.groups))
-    ax = new_axes(9, min(1.5 + 0.5 * len(rows), 9))
-    unit, size = byte_unit(end)
-    ax.barh(rows, end / size, 0.8, **UNUSED)
+    pages = [tensor.page_bytes for tensor in layout.tensors[:MAX_TENSORS]]
+    starts = list(itertools.accumulate(pages, initial=0))
+    ax = new_axes(9, min(1.5 + 0.5 * len(layout.groups), 9))
+    unit, size = byte_unit(starts[-1])
+    names = []
     for row, group in enumerate(layout.groups):
-        places = [layout.placement_of(layer) for layer in group.layers]
-        at = [starts[place.tensor] + place.offset_bytes for place in places]
-        shown = [i for i, start in enumerate(at) if start < end]
+        placed = zip(
+            _short_names(group.layers), map(layout.placement_of, group.layers), strict=True
+        )
+        drawn = [(name, at) for name, at in placed if at.tensor < len(pages)]
+        ax.barh(row, starts[-1] / size, 0.8, **UNUSED)
         bars = ax.barh(
-            [row] * len(shown),
-            [places[i].spec.data_bytes / size for i in shown],
+            [row] * len(drawn),
+            [at.spec.data_bytes / size for _, at in drawn],
             0.8,
-            left=[at[i] / size for i in shown],
+            left=[(starts[at.tensor] + at.offset_bytes) / size for _, at in drawn],
             color=group_colour(row),
             edgecolor="white",
         )
-        names = short_names(group.layers)
-        write_in(ax, bars, [names[i] for i in shown])
-    ax.vlines([start / size for start in starts if start <= end], -0.5, len(rows) - 0.5, INK, lw=1)
-    ax.set(xlim=(0, max(end / size, 1e-9)), ylim=(len(rows) - 0.5, -0.5))
-    ax.set_yticks(rows, [_row_name(layout, row) for row in rows])
+        write_in(ax, bars, [name for name, _ in drawn])
+        readers = sum(owner in group.layers for _, owner in layout.shared)
+        shared = f"\n+ {readers} layers that share" if readers else ""
+        names.append(f"group {row}: {group}{shared}")
+    ax.vlines([start / size for start in starts], -0.5, len(names) - 0.5, INK, lw=1)
+    ax.set(xlim=(0, max(starts[-1] / size, 1e-9)), ylim=(len(names) - 0.5, -0.5))
+    ax.set_yticks(range(len(names)), names)
     unused = [layout.bytes_per_block - sum(s.data_bytes for s in g.specs) for g in layout.groups]
     tensors = count_of(len(layout.tensors), "tensor")
-    if MAX_TENSORS < len(layout.tensors):
-        tensors += f" (first {MAX_TENSORS} drawn)"
+    tensors += f" (first {MAX_TENSORS} drawn)" if MAX_TENSORS < len(layout.tensors) else ""
     title = f"A block is {layout.bytes_per_block:,} bytes in {tensors}; {describe_unused(unused)}"
     return finish(ax, title, xlabel=f"{unit} of the block (lines: tensors, boxes: layers)")
 
 
-def _row_name(layout: PoolLayout, row: int) -> str:
-    group = layout.groups[row]
-    readers = sum(owner in group.layers for _, owner in layout.shared)
-    return f"group {row}: {group}" + (f"\n+ {readers} layers that share" if readers else "")
-
-
-def short_names(layers: Sequence[str]) -> list[str]:
+def _short_names(layers: Sequence[str]) -> list[str]:
     """Returns names without the parts, between dots, that all of them have in common."""
     split = [name.split(".") for name in layers]
     if len(layers) < 2 or len({len(parts) for parts in split}) > 1:
         return list(layers)
-    differs = [len(set(column)) > 1 for column in zip(*split, strict=True)]
-    return [".".join(p for p, keep in zip(parts, differs, strict=True) if keep) for parts in split]
-
-
-MANY = 16  # rows or kernel blocks; of more, only some are named
-COLOURS = group_colour(0), group_colour(6)  # of keys and values
+    differs = [len({*parts}) > 1 for parts in zip(*split, strict=True)]
+    return [".".join(itertools.compress(parts, differs)) for parts in split]
 
 
 def plot_page(
@@ -100,14 +92,14 @@ def plot_page(
     block_id: int = 1,
     kernel_block_size: int | None = None,
 ) -> "Figure":
-    """Draws one page: the rows that a layer stores for one block, and its kernel blocks.
+    """Draws one page: the vectors that a layer stores for one block, and its kernel blocks.
 
-    A row is a token, or the tokens that share one, with the slot of its first token,
-    ``block_id * block_size + offset``, next to it. A state is one row. Hatched is padding.
+    A row is a token, or several that share one vector, named by the slot of the first,
+    ``block_id * block_size + offset``. A state is one row. Hatched is padding.
 
     Args:
       spec: of the layer.
-      block_id: the block, by which slots and kernel blocks are numbered.
+      block_id: numbers slots and kernel blocks.
       kernel_block_size: tokens of a kernel block; None: the block size.
 
     Raises:
@@ -117,62 +109,51 @@ def plot_page(
     check_count(block_id=block_id)
     size = spec.block_size if kernel_block_size is None else kernel_block_size
     num_parts = blocks_per_kv_block(spec, size)
-    names, sizes, rows = _row(spec)
-    row_bytes = sizes.sum()
-    bottom = spec.page_bytes / row_bytes  # padding as high as rows of as many bytes
-    ax = new_axes(8, min(1.5 + 0.22 * max(bottom, 3), 4.5))
+    names, sizes, rows, title = _contents(spec)
+    row_bytes = int(sizes.sum())
+    bottom = spec.page_bytes / row_bytes  # padding is as high as rows of its bytes
     unit, unit_bytes = byte_unit(row_bytes)
-    left, end = (np.cumsum(sizes) - sizes) / unit_bytes, row_bytes / unit_bytes
-    colours = [COLOURS[i % 2] for i in range(len(names))]
+    ax, end = new_axes(8, min(1.5 + 0.22 * max(bottom, 3), 4.5)), row_bytes / unit_bytes
     ax.barh(bottom / 2, end, bottom, **UNUSED)
-    shown = (rows / 2, sizes / unit_bytes, rows, left)
-    bars = ax.barh(*shown, color=colours, edgecolor="white")
-    write_in(ax, bars, names)
-    for text, colour in zip(ax.texts, colours, strict=True):  # over the lines
-        text.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 1})
-    if rows <= 2 * MANY:
+    lefts, colours = (np.cumsum(sizes) - sizes) / unit_bytes, (group_colour(0), group_colour(6))
+    for i, (name, left) in enumerate(zip(names, lefts, strict=True)):
+        bar = ax.barh(rows / 2, sizes[i] / unit_bytes, rows, left, color=colours[i % 2], ec="white")
+        write_in(ax, bar, [name])
+        ax.texts[-1].set_bbox({"facecolor": colours[i % 2], "edgecolor": "none", "pad": 1})
+    if rows <= 2 * MAX_NAMES:
         ax.hlines(range(1, rows), 0, end, "white", linewidth=0.7)
-    ends = np.arange(num_parts + 1) * rows / num_parts
-    ax.hlines(ends[1:-1], 0, end, INK, linewidth=1.5 if num_parts <= MANY else 0.3)
+    edges = np.arange(num_parts + 1) * rows / num_parts
+    ax.hlines(edges[1:-1], 0, end, INK, linewidth=1.5 if num_parts <= MAX_NAMES else 0.3)
     ax.set(xlim=(0, end), ylim=(bottom, 0), yticks=[])
     if not isinstance(spec, StateSpec):
-        slots = np.arange(0, rows, cdiv(rows, MANY))
-        first = block_id * spec.block_size + slots * (spec.block_size // rows)
-        ax.set_yticks(slots + 0.5, [f"slot {slot:,}" for slot in first])
-    named, kind = range(0, num_parts, cdiv(num_parts, MANY)), "kernel " * (num_parts > 1)
+        first = np.arange(0, rows, cdiv(rows, MAX_NAMES))
+        slots = block_id * spec.block_size + first * (spec.block_size // rows)
+        ax.set_yticks(first + 0.5, [f"slot {slot:,}" for slot in slots])
+    named, kind = range(0, num_parts, cdiv(num_parts, MAX_NAMES)), "kernel " * (num_parts > 1)
     right = ax.secondary_yaxis("right")
     texts = [f"{kind}block {block_id * num_parts + part:,}" for part in named]
-    right.set_yticks([(ends[i] + ends[i + 1]) / 2 for i in named], texts, fontsize=LABEL)
+    right.set_yticks([edges[i : i + 2].mean() for i in named], texts, fontsize=LABEL)
     for axis in (ax, right):
         axis.tick_params(axis="y", length=0)
-    stored = "state" if isinstance(spec, StateSpec) else "row"
-    return finish(ax, _title(spec, block_id, names, rows), xlabel=f"{unit} of a {stored}")
+    padding = spec.page_bytes - spec.data_bytes
+    more = f"\nand {padding:,} bytes of padding" if padding else ""
+    return finish(ax, f"Block {block_id}, {spec.kind} layer: {title}{more}", xlabel=unit)
 
 
-def _row(spec: LayerSpec) -> tuple[list[str], np.ndarray, int]:
-    """Returns the names of the parts of a row, their bytes, and the rows of a page."""
+def _contents(spec: LayerSpec) -> tuple[list[str], np.ndarray, int, str]:
+    """Returns the parts of a row, their bytes, the rows of a page, and all of it as text."""
     if isinstance(spec, StateSpec):
         arrays = zip(spec.dtypes, spec.shapes, strict=True)
         names = [f"{dtype}{list(shape)}" for dtype, shape in arrays]
-        return names, np.array(spec.array_bytes), 1
+        text = f"one state of {spec.data_bytes:,} bytes, {' and '.join(names)}"
+        return names, np.array(spec.array_bytes), 1, text
     row, rows = row_format(spec), rows_per_block(spec)
-    row_bytes = spec.data_bytes // rows
+    row_bytes, each = spec.data_bytes // rows, spec.block_size // rows
+    what = count_of(rows, "token" if each == 1 else f"row of {each} tokens")
+    text = f"{what} x {row_bytes:,} bytes = {spec.data_bytes:,} bytes"
     if row.key_elements is None:
-        return [f"{row.width} x {row.dtype}"], np.array([row_bytes]), rows
+        return [f"{row.width} x {row.dtype}"], np.array([row_bytes]), rows, text
     names = [f"{name} {head}" for head in range(row.heads) for name in "KV"]
     elements = np.array([row.key_elements, row.width - row.key_elements] * row.heads)
-    return names, elements * row_bytes // elements.sum(), rows
-
-
-def _title(spec: LayerSpec, block_id: int, names: Sequence[str], rows: int) -> str:
-    if isinstance(spec, StateSpec):
-        stored = f"one state of {spec.data_bytes:,} bytes, {' and '.join(names)}"
-    else:
-        each = spec.block_size // rows
-        what = count_of(rows, "token" if each == 1 else f"row of {each} tokens")
-        stored = f"{what} x {spec.data_bytes // rows:,} bytes = {spec.data_bytes:,} bytes"
-        if (heads := row_format(spec).heads) > 1:
-            stored += f" (K and V of {heads} heads)"
-    padding = spec.page_bytes - spec.data_bytes
-    more = f"\nand {padding:,} bytes of padding" if padding else ""
-    return f"Block {block_id}, {spec.kind} layer: {stored}{more}"
+    text += f" (K and V of {row.heads} heads)" if row.heads > 1 else ""
+    return names, elements * row_bytes // elements.sum(), rows, text

@@ -1,6 +1,6 @@
-"""The physical orders: the place of every element in memory."""
+"""The physical orders: the owner of every element of memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,41 +35,38 @@ def plot_orders(orders: Sequence[str | PhysicalOrder] = ORDERS) -> "Figure":
         raise ValueError(
             f"orders={shown(orders)} must be a sequence of at least one; write ('NHD',)"
         )
-    sampled = [
-        order if isinstance(order, PhysicalOrder) else PhysicalOrder(order) for order in orders
-    ]
-    owners = [_owners(order) for order in sampled]
-    figure = new_figure(9, 1.95 * len(sampled))
-    for ax, order, owned in zip(
-        figure.subplots(len(sampled), squeeze=False).flat, sampled, owners, strict=True
-    ):
+    parsed = [o if isinstance(o, PhysicalOrder) else PhysicalOrder(o) for o in orders]
+    owners = [_owners(order) for order in parsed]
+    figure = new_figure(9, 1.95 * len(parsed))
+    axes = figure.subplots(len(parsed), squeeze=False).flat
+    for ax, order, owned in zip(axes, parsed, owners, strict=True):
         _draw(ax, order, owned)
     return remove_tight(figure)
 
 
-def _draw(ax: "Axes", order: PhysicalOrder, owners: Mapping[str, np.ndarray]) -> None:
-    letters = order.order.replace("C", "")
-    for line, letter in enumerate(letters):
-        _draw_axis(ax, line, owners[letter], SIZES[letter])
+def _draw(ax: "Axes", order: PhysicalOrder, owners: dict[str, np.ndarray]) -> None:
+    for line, (letter, values) in enumerate(owners.items()):
+        starts, widths = _runs(values)
+        index = values[starts]
+        shades = (0.95 - 0.55 * index / (SIZES[letter] - 1))[:, None] * [0.34, 0.7, 1.0]
+        bars = ax.barh([line] * len(index), widths, 0.94, starts, color=shades, edgecolor="white")
+        write_in(ax, bars, list(map(str, index)))
     marked = owners["B"] == BLOCK
     first = marked & (owners["L"] == 0)
     for where, colour in ((first, "black"), (marked & ~first, "#999999")):
-        starts, widths = _runs(where)
-        shown = where[starts]
-        ax.barh(len(letters), widths[shown] - 0.16, 0.5, starts[shown] + 0.08, color=colour)
-    names = [*(AXIS_NAMES[letter] for letter in letters), f"block {BLOCK}"]
-    ax.set_yticks(range(len(names)), names)
-    ax.set(xlim=(0, len(marked)), ylim=(len(letters) + 0.4, -0.5), xticks=[])
+        starts, widths = (values[where[_runs(where)[0]]] for values in _runs(where))
+        ax.barh(4, widths - 0.16, 0.5, starts + 0.08, color=colour)
+    ax.set_yticks(range(5), [*(AXIS_NAMES[letter] for letter in owners), f"block {BLOCK}"])
+    ax.set(xlim=(0, len(marked)), ylim=(4.4, -0.5), xticks=[])
     ax.tick_params(length=0)
     tiles = f" in tiles of {order.tile_tokens} tokens" if order.tile_tokens else ""
     one, every = (count_of(int(w[_runs(w)[0]].sum()), "extent") for w in (first, marked))
-    title = f"block {BLOCK} of layer 0 is {one}, of all layers {every}"
-    label(ax, f"{order.order}{tiles}: {title}")
+    label(ax, f"{order.order}{tiles}: block 1 of layer 0 is {one}, of all layers {every}")
     ax.spines[:].set_visible(False)
 
 
 def _owners(order: PhysicalOrder) -> dict[str, np.ndarray]:
-    """Returns the layer, block, head and token of each cell of memory."""
+    """Returns the layer, block, head and token of each cell of memory, the slowest axis first."""
     tile = order.tile_tokens or SIZES["N"]
     if SIZES["N"] % tile:
         raise ValueError(f"tile_tokens={tile} does not divide the {SIZES['N']} tokens of a block")
@@ -81,16 +78,6 @@ def _owners(order: PhysicalOrder) -> dict[str, np.ndarray]:
     owners["B"], part = np.divmod(owners["B"], tiles)
     owners["N"] = owners["N"] + part * tile
     return owners
-
-
-def _draw_axis(ax: "Axes", line: int, values: np.ndarray, size: int) -> None:
-    """Draws a row of runs of equal values, darker for larger ones, each with its number."""
-    starts, widths = _runs(values)
-    runs = values[starts]
-    shades = (0.95 - 0.55 * runs / max(size - 1, 1))[:, None] * [0.34, 0.7, 1.0]
-    lines = [line] * len(runs)
-    bars = ax.barh(lines, widths, 0.94, starts, color=shades, edgecolor="white")
-    write_in(ax, bars, [str(value) for value in runs])
 
 
 def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

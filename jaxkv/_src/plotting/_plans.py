@@ -12,7 +12,6 @@ from jaxkv._src.planning import Plan
 from jaxkv._src.plotting._style import LABEL, PALE, UNUSED, byte_unit, count_of, finish, new_axes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -36,10 +35,8 @@ def plot_length_against_requests(plans: Plan | Mapping[str, Plan]) -> "Figure":
     if not curves:
         raise ValueError("plans has none that admits a request; give at least one that does")
     ax = new_axes(9, 4.2)
-    # From the top, as their ends and the legend are read.
-    for index, name in enumerate(
-        sorted(curves, key=lambda name: curves[name][-1][::-1], reverse=True)
-    ):
+    order = sorted(curves, key=lambda name: curves[name][-1][::-1], reverse=True)  # as they end
+    for index, name in enumerate(order):
         length, count = curves[name][-1]
         ax.plot(
             *zip(*curves[name], strict=True),
@@ -51,38 +48,26 @@ def plot_length_against_requests(plans: Plan | Mapping[str, Plan]) -> "Figure":
             drawstyle="steps-pre",
             label=f"{name}: {count:,} x {length:,}".removeprefix(": "),
         )
-    _scale(ax)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.margins(x=0)
+    ax.xaxis.set_major_formatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
+    ax.yaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
+    ax.yaxis.set_minor_formatter("")
+    ax.grid(color="#dddddd", linewidth=0.6)
     ax.legend(loc="lower left", bbox_to_anchor=(1.02, 0), frameon=False, fontsize=LABEL)
-    title = "Requests of one length that run at once"
     memory = {sum(plan.memory_bytes) for plan in named.values()}
-    if len(memory) == 1:
-        title += f" in {readable(memory.pop())}"
+    within = f" in {readable(memory.pop())}" if len(memory) == 1 else ""
+    title = f"Requests of one length that run at once{within}"
     return finish(ax, title, xlabel="tokens per request", ylabel="requests at once")
 
 
 def _points(plan: Plan) -> list[tuple[int, int]]:
-    """Returns lengths up to the longest, and the requests that run at once of each."""
+    """Returns lengths up to the longest, and the number of requests of each that run at once."""
     longest = plan.max_model_len
     lengths = np.geomspace(min(128, max(1, longest // 8)), max(longest, 1), 80).round()
-    fits = [
-        (length, plan.requests_that_fit(length))
-        for length in np.unique(lengths.astype(int)).tolist()
-    ]
-    return [(length, count) for length, count in fits if count]
-
-
-def _scale(ax: "Axes") -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.margins(x=0)
-    low, high = ax.get_ylim()
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}")
-    ax.yaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
-    ax.grid(color="#dddddd", linewidth=0.6)
+    points = [(n, plan.requests_that_fit(n)) for n in np.unique(lengths.astype(int)).tolist()]
+    return [point for point in points if point[1]]
 
 
 class _Part(NamedTuple):

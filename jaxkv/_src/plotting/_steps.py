@@ -1,7 +1,7 @@
-"""Pictures of a pool, step by step: who holds each block, and what blocks are used for."""
+"""Pictures of a pool, step by step: the requests of each block, and what blocks are used for."""
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,6 @@ from jaxkv._src.plotting._style import (
     PALE,
     count_of,
     finish,
-    legend_below,
     new_axes,
     number_cells,
     write_in,
@@ -31,7 +30,7 @@ USE_COLOURS = group_colour(0), group_colour(2), group_colour(1), PALE
 
 
 class Holder(NamedTuple):
-    """The holder of a block: a group of layers, for one request or for several that share it."""
+    """The user of a block: a group of layers, for one request or for several that share it."""
 
     group: int
     requests: tuple[Hashable, ...]
@@ -40,42 +39,31 @@ class Holder(NamedTuple):
 Snapshot = Mapping[int, Holder]
 
 
-class _Patch(NamedTuple):
-    """Consecutive blocks that one holder has from step ``start`` to before step ``stop``."""
-
-    holder: Holder
-    first_block: int
-    num_blocks: int
-    start: int
-    stop: int
-
-
 def snapshot_blocks(manager: BlockManager) -> dict[int, Holder]:
     """Returns the holder of every block that is not free, for `plot_pool_over_time`.
 
-    Blocks of attention sinks are held for no request.
+    Blocks of attention sinks are allocated for no request.
     """
     check_kind(BlockManager, manager=manager)
-    held = {
+    holders = {
         block_id: Holder(group, ())
         for group, block_ids in enumerate(manager.sink_block_ids)
         for block_id in block_ids
     }
     for request in manager.requests:
         for group, block_ids in enumerate(manager.block_ids(request)):
-            for block_id in block_ids:
-                if block_id != NULL_BLOCK:
-                    before = held.get(block_id, Holder(group, ()))
-                    held[block_id] = before._replace(requests=(*before.requests, request))
-    return held
+            for block_id in set(block_ids) - {NULL_BLOCK}:
+                before = holders.get(block_id, Holder(group, ()))
+                holders[block_id] = before._replace(requests=(*before.requests, request))
+    return holders
 
 
 def plot_pool_over_time(plan: Plan, snapshots: Sequence[Snapshot]) -> "Figure":
-    """Draws blocks against steps, coloured by the group that holds them.
+    """Draws blocks against steps, coloured by the group that they are allocated to.
 
-    The names of holders stand where they fit. The title counts the blocks that
-    were allocated, and those of them that another group held before: zeroing is for these. Of
-    a plan with one group, it says how many blocks are used at most, and how many are shared.
+    Requests are named where their names fit. The title counts the allocated blocks, and those
+    that belonged to another group before, which zeroing is for. Of a plan with one group, it
+    says how many blocks are used at most, and how many are shared.
 
     Args:
       plan: of the manager.
@@ -87,24 +75,23 @@ def plot_pool_over_time(plan: Plan, snapshots: Sequence[Snapshot]) -> "Figure":
     check_kind(Plan, plan=plan)
     _check_snapshots(plan, snapshots)
     ax = new_axes(9, min(2.2 + 0.14 * plan.num_blocks, 7))
-    patches = list(_patches(plan.num_blocks, snapshots))
-    for group in sorted({patch.holder.group for patch in patches}):
-        own = [patch for patch in patches if patch.holder.group == group]
-        bars = ax.barh(
-            [patch.first_block + (patch.num_blocks - 1) / 2 for patch in own],
-            [patch.stop - patch.start for patch in own],
-            [patch.num_blocks for patch in own],
-            [patch.start - 0.5 for patch in own],
-            color=group_colour(group),
-            edgecolor=INK,
-            linewidth=0.5,
-            label=f"group {group}: {plan.groups[group]}",
-        )
-        write_in(ax, bars, [", ".join(map(str, p.holder.requests)) or "sink" for p in own])
+    bars: dict[int, list[tuple[int, int, int, str]]] = {}  # of a group: block, start, steps, text
+    for block in sorted(set().union(*snapshots)):
+        step = 0
+        for holder, steps in itertools.groupby(snapshot.get(block) for snapshot in snapshots):
+            start, step = step, step + len(list(steps))
+            if holder is not None:
+                text = ", ".join(map(str, holder[1])) or "sink"
+                bars.setdefault(holder[0], []).append((block, start, step - start, text))
+    for group, own in sorted(bars.items()):
+        blocks, starts, widths, texts = zip(*own, strict=True)
+        style = {"color": group_colour(group), "edgecolor": INK, "linewidth": 0.5}
+        name = f"group {group}: {plan.groups[group]}"
+        write_in(ax, ax.barh(blocks, widths, 1, np.array(starts) - 0.5, label=name, **style), texts)
     ax.set(xlim=(-0.5, len(snapshots) - 0.5), ylim=(plan.num_blocks - 0.5, -0.5))
-    number_cells(ax, "xy")
-    legend_below(ax)
-    return finish(ax, _title(plan, snapshots), xlabel="step", ylabel="block (0: null block)")
+    number_cells(ax.xaxis, ax.yaxis)
+    labels = {"xlabel": "step", "ylabel": "block (0: null block)"}
+    return finish(ax, _title(plan, snapshots), legend=True, **labels)
 
 
 def _check_snapshots(plan: Plan, snapshots: Sequence[Snapshot]) -> None:
@@ -119,22 +106,6 @@ def _check_snapshots(plan: Plan, snapshots: Sequence[Snapshot]) -> None:
                     f"{plan.num_blocks} blocks and {len(plan.groups)} groups: give the plan of the "
                     "manager"
                 )
-
-
-def _patches(num_blocks: int, snapshots: Sequence[Snapshot]) -> Iterator[_Patch]:
-    """Yields rectangles of one holder: stretches of steps, joined over neighbouring blocks."""
-    growing: dict[tuple[int, int, Holder], _Patch] = {}
-    for block in range(num_blocks):
-        step, now = 0, dict[tuple[int, int, Holder], _Patch]()
-        for holder, steps in itertools.groupby(snapshot.get(block) for snapshot in snapshots):
-            start, step = step, step + len(list(steps))
-            if holder is not None:
-                key = start, step, Holder(*holder)
-                before = growing.pop(key, _Patch(key[2], block, 0, start, step))
-                now[key] = before._replace(num_blocks=before.num_blocks + 1)
-        yield from growing.values()
-        growing = now
-    yield from growing.values()
 
 
 def _title(plan: Plan, snapshots: Sequence[Snapshot]) -> str:
@@ -175,25 +146,19 @@ def plot_block_use(uses: Sequence[BlockUse], *, preemptions: Sequence[int] = ())
     if not uses:
         raise ValueError("uses has no steps; give BlockManager.block_use of at least one")
     ax = new_axes(9, 4)
-    tops = np.cumsum(uses, axis=1)
-    edges = np.arange(len(uses) + 1) - 0.5
-    below = np.zeros(len(uses))
-    for label, colour, top in zip(USES, USE_COLOURS, tops.T, strict=True):
-        if (top > below).any():
-            ax.stairs(top, edges, baseline=below, fill=True, label=label, color=colour)
-        below = top
-    label = count_of(len(preemptions), "preemption")
+    edges, below = np.arange(len(uses) + 1) - 0.5, np.zeros(len(uses))
+    for name, colour, counts in zip(USES, USE_COLOURS, np.array(uses).T, strict=True):
+        if counts.any():
+            ax.stairs(below + counts, edges, baseline=below, fill=True, label=name, color=colour)
+        below = below + counts
+    total, label = int(below.max()), count_of(len(preemptions), "preemption")
     if preemptions:
-        ax.plot(preemptions, [below.max()] * len(preemptions), "kv", markersize=5, label=label)
-    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, below.max() * 1.08))
-    number_cells(ax, "x")
-    legend_below(ax)
-    title = f"Up to {tops[:, 1].max():,} of {count_of(int(below.max()), 'block')} allocated"
-    title += "".join(
-        f", {most:,} {name}"
-        for name, most in zip(USES[1:3], np.max(uses, axis=0)[1:3], strict=True)
-        if most
-    )
-    if preemptions:
-        title += f"; {label}"
-    return finish(ax, title, xlabel="step", ylabel="blocks")
+        ax.plot(preemptions, [total] * len(preemptions), "kv", markersize=5, label=label)
+    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, total * 1.08))
+    number_cells(ax.xaxis)
+    most = max(own + shared for own, shared, *_ in uses)
+    title = f"Up to {most:,} of {count_of(total, 'block')} allocated"
+    for name, count in zip(USES[1:3], np.max(uses, axis=0)[1:3], strict=True):
+        title += f", {count:,} {name}" if count else ""
+    title += f"; {label}" if preemptions else ""
+    return finish(ax, title, legend=True, xlabel="step", ylabel="blocks")

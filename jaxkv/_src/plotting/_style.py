@@ -1,6 +1,6 @@
 """Figures, colours, labels and units of all pictures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxkv._src.internal.html import text_colour
@@ -9,10 +9,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-    from matplotlib.text import Annotation
 
-TITLE, LABEL, SMALL = 10.5, 9, 8  # points
+LABEL = 9  # points
 INK, PALE = "#333333", "#e4e4e4"
 UNUSED: dict[str, Any] = {  # bytes without data
     "facecolor": "white",
@@ -39,20 +37,19 @@ def new_axes(width: float, height: float) -> "Axes":
     return new_figure(width, height).subplots()
 
 
-def finish(ax: "Axes", title: str, **labels: str) -> "Figure":
-    """Sets title and labels, removes texts that do not fit, and returns the figure."""
+def finish(ax: "Axes", title: str, *, legend: bool = False, **labels: str) -> "Figure":
+    """Sets title, labels and a legend below, removes texts that do not fit, returns the figure."""
     label(ax, title, **labels)
-    return remove_tight(figure_of(ax))
-
-
-def figure_of(ax: "Axes") -> "Figure":
-    """Returns the figure of `new_axes`."""
-    return cast("Figure", ax.get_figure(root=True))
+    figure = cast("Figure", ax.get_figure(root=True))
+    if legend:
+        style = {"frameon": False, "fontsize": LABEL, "ncols": 4}
+        figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", **style)
+    return remove_tight(figure)
 
 
 def label(ax: "Axes", title: str, **labels: str) -> None:
     """Sets title and labels."""
-    ax.set_title(title, loc="left", fontsize=TITLE)
+    ax.set_title(title, loc="left", fontsize=10.5)
     for axis, text in labels.items():
         getattr(ax, f"set_{axis}")(text, fontsize=LABEL)
     ax.tick_params(labelsize=LABEL)
@@ -63,9 +60,8 @@ def remove_tight(figure: "Figure") -> "Figure":
     """Removes texts that do not fit into their bars; sizes are known once all is drawn."""
     figure.draw_without_rendering()
     for text in [text for ax in figure.axes for text in ax.texts]:
-        width, height = text.get_window_extent().size
-        bar = cast("Rectangle", cast("Annotation", text).xycoords).get_window_extent()
-        if width > bar.width or 0.9 * height > bar.height:
+        size, bar = text.get_window_extent(), cast(Any, text).xycoords.get_window_extent()
+        if size.width > bar.width or 0.9 * size.height > bar.height:
             text.remove()
     return figure
 
@@ -74,25 +70,18 @@ def write_in(ax: "Axes", bars: "BarContainer", texts: Sequence[str]) -> None:
     """Writes a text into the middle of each bar; `finish` removes those that do not fit."""
     from matplotlib.colors import to_hex
 
-    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL}
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     for bar, text in zip(bars, texts, strict=True):
         style["color"] = text_colour(to_hex(bar.get_facecolor()))
-        label = ax.annotate(text, (0.5, 0.5), xycoords=bar, **style)
-        label.set_in_layout(False)
+        ax.annotate(text, (0.5, 0.5), xycoords=bar, **style).set_in_layout(False)
 
 
-def number_cells(ax: "Axes", axes: Iterable[str]) -> None:
-    """Numbers cells whose middles lie at whole numbers."""
+def number_cells(*axes: Any) -> None:
+    """Numbers the cells of an axis, whose middles lie at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:
-        getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(14, integer=True))
-
-
-def legend_below(ax: "Axes") -> None:
-    """Adds a legend under the axis labels."""
-    style = {"frameon": False, "fontsize": LABEL, "ncols": 4}
-    figure_of(ax).legend(*ax.get_legend_handles_labels(), loc="outside lower center", **style)
+        axis.set_major_locator(MaxNLocator(14, integer=True))
 
 
 def byte_unit(num_bytes: int) -> tuple[str, int]:

@@ -21,8 +21,8 @@ MORE, GAP = 2, 1  # cells: unused ones after the last that is used, and between 
 def plot_block_tables(cache: "KVCache", *, batch: "StepBatch | None" = None) -> "Figure":
     """Draws the block ids of every row, group next to group. Waits for the device.
 
-    An id stands in its cell where it fits. Hatched is a null entry, grey what a row does not
-    use. Ids of blocks that a window gave back stay where they were; no step reads them. Of a
+    An id is written where it fits. Hatched is a null entry, grey what a row does not
+    use. Ids of blocks that a window freed stay; no step reads them. Of a
     cache with more than 32 rows, the first 32 with blocks are drawn.
 
     Args:
@@ -43,32 +43,38 @@ def plot_block_tables(cache: "KVCache", *, batch: "StepBatch | None" = None) -> 
         rows = np.flatnonzero(used.any(axis=1))[:MAX_ROWS]
     layout, most = cache.layout, used[rows].max(axis=0, initial=0)
     shown = np.minimum(layout.row_blocks, most + MORE).tolist()
-    starts = np.cumsum([0, *(max(count, 3) + GAP for count in shown)])  # 3: room for a name
+    starts = np.cumsum([0, *(max(count, 3) + GAP for count in shown)])  # 3: as wide as a name
     ax = new_axes(np.clip(1.5 + 0.32 * starts[-1], 4, 12), min(2 + 0.27 * len(rows), 8))
     names = []
     for group, (growth, count) in enumerate(zip(layout.growths, shown, strict=True)):
-        columns = slice(first := layout.column_starts[group], first + count)
-        ids, is_read = tables[rows, columns], read[rows, columns]
+        entries = slice(first := layout.column_starts[group], first + count)
+        ids, is_read = tables[rows, entries], read[rows, entries]
         is_used = np.arange(count) < used[rows, group, None]
-        is_null, colour = ids == NULL_BLOCK, group_colour(group)
+        colour = group_colour(group)
         ax.barh(range(len(rows)), count, 1, starts[group] - 0.5, color=PALE, alpha=0.5)
+        filled = is_used & (ids != NULL_BLOCK)
         styles: tuple[tuple[np.ndarray, dict[str, Any]], ...] = (
-            (is_used & is_null, UNUSED),
-            (is_used & ~is_null & is_read, {"color": colour, "edgecolor": "white"}),
-            (is_used & ~is_null & ~is_read, {"color": paler(colour, 0.35), "edgecolor": "white"}),
+            (is_used & ~filled, UNUSED),
+            (filled & is_read, {"color": colour, "edgecolor": "white"}),
+            (filled & ~is_read, {"color": paler(colour, 0.35), "edgecolor": "white"}),
         )
         for where, style in styles:
             lines, at = np.nonzero(where)
             bars = ax.barh(lines, 1, 1, starts[group] + at - 0.5, **style)
             write_in(ax, bars, [str(i) if i != NULL_BLOCK else "" for i in ids[where]])
         width = layout.row_blocks[group]
-        sampled = f"{width:,} per row" if count == width else f"{count} of {width:,} shown"
-        names.append(f"group {group}\n{growth.kind} @ {growth.block_size}\n{sampled}")
+        drawn = f"{width:,} per row" if count == width else f"{count} of {width:,} shown"
+        names.append(f"group {group}\n{growth.kind} @ {growth.block_size}\n{drawn}")
     ax.set_xticks(starts[:-1] + (np.array(shown) - 1) / 2, names)
     ax.set_yticks(range(len(rows)), rows)
     ax.set(xlim=(-0.5, starts[-1] - GAP - 0.5), ylim=(max(len(rows), 1) - 0.5, -0.5))
     ax.tick_params(length=0)
-    title = _title(cache, used, len(rows)) + ("\npaler: not read by the step" if batch else "")
+    filled_rows = int(used.any(axis=1).sum())
+    title = f"{used.sum():,} block ids in {filled_rows:,} of {count_of(cache.max_requests, 'row')}"
+    title += f", {len(rows)} drawn" if len(rows) < cache.max_requests else ""
+    flags = int(cache.error_flags)
+    title += f"\n{cache.error(flags)}" if flags else ""
+    title += "\npaler: not read by the step" if batch else ""
     return finish(ax, title, ylabel="row")
 
 
@@ -86,17 +92,8 @@ def _read(cache: "KVCache", batch: "StepBatch") -> np.ndarray:
         tokens = cdiv(computed, layout.context_parallel), cdiv(total, layout.context_parallel)
         for start, growth in zip(layout.column_starts, layout.growths, strict=False):
             source, _, end = growth.live_columns(*tokens, encoder)
-            first = growth.step_start(*tokens)  # of a state, earlier ones are only held
+            first = growth.step_start(*tokens)  # of a state, earlier ones are only allocated
             read[row, start + int(first) : start + int(end)] = True
             if source >= 0:
                 read[row, start + int(source)] = True
     return read
-
-
-def _title(cache: "KVCache", used: np.ndarray, sampled: int) -> str:
-    holding = int(used.any(axis=1).sum())
-    title = f"{used.sum():,} block ids in {holding:,} of {count_of(cache.max_requests, 'row')}"
-    if sampled < cache.max_requests:
-        title += f", {sampled} drawn"
-    flags = int(cache.error_flags)
-    return f"{title}\n{cache.error(flags)}" if flags else title

@@ -85,16 +85,16 @@ def _listed_expert_layers(fields: Fields) -> frozenset[int] | None:
 
 def _regular_expert_layers(fields: Fields) -> frozenset[int]:
     layers = range(fields.num_layers)
-    if layer_index := fields.number("expert_layer_period", default=0):
+    if period := fields.number("expert_layer_period", default=0):
         offset = fields.number("expert_layer_offset", default=0)
-        return frozenset(i for i in layers if i % layer_index == offset)
+        return frozenset(i for i in layers if i % period == offset)
     first = fields.number(*FIRST, default=0)
     last = fields.first("moe_layer_end_index")
     end = last + 1 if isinstance(last, int) and last >= 0 else len(layers)
     # Qwen, Llama 4 and ERNIE count from 1; DeepSeek's frequency counts from 0.
-    step, layer_index = fields.number(*STEP, default=1), fields.number("moe_layer_freq", default=1)
-    if not step or not layer_index:  # Qwen: no layer has experts
+    step, period = fields.number(*STEP, default=1), fields.number("moe_layer_freq", default=1)
+    if not step or not period:  # Qwen: no layer has experts
         return frozenset()
-    regular = (i for i in layers[first:end] if (i + 1) % step == 0 and i % layer_index == 0)
+    regular = (i for i in layers[first:end] if (i + 1) % step == 0 and i % period == 0)
     without = fields.listed("mlp_only_layers") or ()
     return frozenset(i for i in regular if i not in without)
