@@ -582,7 +582,7 @@ IN_HTML = IN_BOTH | {
     "block": "768 bytes, 0 to 384 unused, by group",
     "memory": "24.75 KiB",
     "admission charges": "15 blocks, 11.25 KiB",
-    "held while it decodes": "13 blocks, 9,984 B",
+    "while it decodes": "13 blocks, 9,984 B",
 }
 
 

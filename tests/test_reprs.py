@@ -139,7 +139,7 @@ def test_a_plan_shows_its_three_figures_apart() -> None:
     length, block = plan.max_model_len, plan.layout.bytes_per_block
     for name, blocks in {
         "admission charges": plan.admission_blocks(length),
-        "held while it decodes": plan.steady_blocks(length),
+        "while it decodes": plan.steady_blocks(length),
     }.items():
         text = seen[seen.index(name) + 1]
         assert text == f"{blocks:,} blocks, {blocks * block / 2**30:.2f} GiB"

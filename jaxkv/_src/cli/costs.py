@@ -47,7 +47,7 @@ def token_bytes(layers: Mapping[str, Any]) -> list[TokenBytes]:
 
 
 def attention_dtypes(layers: Mapping[str, Any]) -> list[str]:
-    """Returns the dtypes of keys, values and latent rows, each once."""
+    """Returns the dtypes of keys, values and latent vectors, each once."""
     specs = [spec for spec in layers.values() if isinstance(spec, FullAttentionSpec | MLASpec)]
     return list(dict.fromkeys(spec.dtype for spec in specs))
 

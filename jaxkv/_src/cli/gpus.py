@@ -9,7 +9,7 @@ from jaxkv._src.hf_config import Weights
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.internal.text import shown
 
-# GiB that CUDA gives a process: the total of `cudaMemGetInfo`, of which engines take a share. These
+# GiB that CUDA gives a process: the total of `cudaMemGetInfo`; engines take a share of it. These
 # are the smallest totals seen in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of
 # 139.80 GiB"). nvidia-smi also counts the driver's own memory: 143,771 MiB on an H200.
 GPUS = {
@@ -49,7 +49,7 @@ def gpu_bytes(name: str) -> int:
     return int(Fraction(GPUS[key]) * GIB)
 
 
-class NoRoomError(ValueError):
+class NoMemoryLeftError(ValueError):
     """The weights leave no memory of a GPU for the cache."""
 
 
@@ -87,15 +87,15 @@ class Budget:
         """Returns the bytes for the cache on each GPU of each pipeline stage.
 
         Raises:
-          NoRoomError: the weights leave none on some GPU.
+          NoMemoryLeftError: the weights leave none on some GPU.
         """
         if self.memory_bytes is not None:
             return (self.memory_bytes,) * pipeline_parallel
         usable = self.usable_bytes
         weights = self.weights_per_gpu(tensor_parallel, pipeline_parallel)
         if max(weights) >= usable:
-            raise NoRoomError(
-                f"--gpu={self.gpu} has no room for a cache: {gib(usable)} at "
+            raise NoMemoryLeftError(
+                f"--gpu={self.gpu} has no memory for a cache: {gib(usable)} at "
                 f"--utilization={float(self.utilization):g}, and weights of "
                 f"{fullest_text(weights, tensor_parallel)}; divide them among more GPUs "
                 "(--tensor-parallel, --pipeline-parallel)"

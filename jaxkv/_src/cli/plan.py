@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jaxkv._src.cli.amounts import parse_bytes, parse_count, parse_length, parse_share
 from jaxkv._src.cli.data import plan_data, refusal_data
-from jaxkv._src.cli.gpus import GPUS, Budget, NoRoomError, gpu_bytes
+from jaxkv._src.cli.gpus import GPUS, Budget, NoMemoryLeftError, gpu_bytes
 from jaxkv._src.cli.page import page
 from jaxkv._src.cli.question import Question
 from jaxkv._src.cli.specs_file import SpecsFile, load_specs
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         question = _read(options)
         plan, tried = question.plan(), tries(question)
     except (ValueError, TypeError, NotImplementedError) as error:
-        has_remedy = isinstance(error, KVCacheCapacityError | NoRoomError)
+        has_remedy = isinstance(error, KVCacheCapacityError | NoMemoryLeftError)
         tried = tries(question) if question is not None and has_remedy else []
         if not options.json:
             raise ValueError("\n".join([str(error), *map(str, tried)])) from error

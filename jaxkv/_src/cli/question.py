@@ -184,7 +184,7 @@ class Answer:
 
     @property
     def figures(self) -> Figures:
-        """The figures by which answers are compared; zeros for a refusal."""
+        """The figures to compare answers by; zeros for a refusal."""
         if self.plan is None or not self.admitted:
             return 0, 0, 0, 0
         length = self.plan.max_model_len

@@ -88,11 +88,11 @@ def load_specs(path: str) -> SpecsFile:
     return SpecsFile(layers, data["max_model_len"], encoder)
 
 
-def _specs(entries: Any, place: str) -> Iterator[Spec]:
+def _specs(entries: Any, path: str) -> Iterator[Spec]:
     if not isinstance(entries, list):
-        raise TypeError(f"{place} of --specs must be a list of objects, got {shown(entries)}")
+        raise TypeError(f"{path} of --specs must be a list of objects, got {shown(entries)}")
     for i, entry in enumerate(entries):
-        here = f"{place}[{i}]"
+        here = f"{path}[{i}]"
         if not isinstance(entry, Mapping):
             raise TypeError(f"{here} of --specs must be an object, got {shown(entry)}")
         count = entry.get("count", 1)

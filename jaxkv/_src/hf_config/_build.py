@@ -108,7 +108,7 @@ def _fields(spec: FullAttentionSpec) -> dict[str, Any]:
 def latent_attention(reader: ConfigReader, options: Options) -> MLASpec:
     """Returns the spec of MLA: ``kv_lora_rank + qk_rope_head_dim`` per token, on every rank.
 
-    DeepSeek-V2, arXiv 2405.04434, section 2.1. Heads are made from the row when it is
+    DeepSeek-V2, arXiv 2405.04434, section 2.1. Heads are computed from the vector when it is
     read, so their own widths do not matter.
     """
     reader.ignore("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim")

@@ -47,7 +47,7 @@ N_LAYERS = {
 BLOOM = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
 SWITCH = {"layer_switch": "sliding_window_pattern"}
 NUM_LAYERS = {"num_layers": "num_hidden_layers"}
-# Sizes that the class assumes where a published wrapper leaves those of its text model out.
+# Sizes that the class assumes where a published wrapper does not give them.
 SEVEN_BILLION = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
 GEMMA = {"head_dim": 256, "max_position_embeddings": 8192}
 GEMMA3 = {
@@ -61,7 +61,7 @@ GEMMA3 = {
 def _dense_family(
     rule: Rule = all_full, attention: _dense.Attention = _dense.derived, **options: Any
 ) -> Family:
-    """Returns a family that `dense` reads by a rule; options are those of `Family`."""
+    """Returns a family that `dense` reads by a rule; options are fields of `Family`."""
     read = functools.partial(_dense.dense, rule=rule, attention=attention)
     return Family(read=read, **options)
 

@@ -87,7 +87,7 @@ def flatten(config: Config) -> dict[str, Any]:
     """Returns the language model's fields, and those that it inherits from its wrapper.
 
     They are few, because Transformers builds the language model from its own fields alone: the
-    ``head_dim`` of a wrapper may be that of its audio encoder.
+    ``head_dim`` of a wrapper may belong to its audio encoder.
     """
     fields: dict[str, Any] = {}
     for level in nested(config):
@@ -105,7 +105,7 @@ def outside(config: Config) -> dict[str, Any]:
 
 
 def contradictions(config: Config) -> dict[str, Any]:
-    """Returns the fields to which a wrapper and its language model give different values.
+    """Returns the fields that a wrapper and its language model give different values.
 
     The values are the wrapper's. A null of the language model contradicts, too: it may say that
     there is no window.

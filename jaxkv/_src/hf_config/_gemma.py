@@ -49,7 +49,7 @@ def gemma3n(reader: ConfigReader, options: Options) -> Layers:
 
 
 def gemma4(reader: ConfigReader, options: Options) -> Layers:
-    """Gemma 4: heads of full layers differ from those of layers with a window.
+    """Gemma 4: full layers and layers with a window have different heads.
 
     Their width always differs, their number only where ``attention_k_eq_v`` is true; even there, K
     and V are stored apart. The last ``num_kv_shared_layers`` layers read the cache of the last
@@ -88,7 +88,7 @@ def _check_global(reader: ConfigReader, full: int) -> None:
 
 
 def share_last(reader: ConfigReader, kinds: list[str], layers: Layers) -> Layers:
-    """Lets the last ``num_kv_shared_layers`` layers read the caches of earlier ones."""
+    """Makes the last ``num_kv_shared_layers`` layers read the caches of earlier ones."""
     names = list(layers)
     first = len(kinds) - reader.count("num_kv_shared_layers", 0)
     owners = dict(zip(kinds[: max(first, 0)], names, strict=False))  # the last of each kind

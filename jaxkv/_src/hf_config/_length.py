@@ -66,7 +66,7 @@ def model_len(config: Config) -> int:
 
 
 def _factor(fields: Config) -> float:
-    """Returns the factor by which RoPE scaling stretches the length; 1 for none."""
+    """Returns the factor of the length in RoPE scaling; 1 for none."""
     factor = 1.0
     for name, scaling in _rope(fields):
         value = scaling.get("factor")

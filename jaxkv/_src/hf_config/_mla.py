@@ -21,7 +21,7 @@ FP8 = "float8_e4m3fn"
 
 SCALE_GROUP, SCALE_BYTES = 128, 4  # fp8 elements that share one float32 scale
 V4_BLOCK, V4_WINDOW_BLOCK = 256, 64
-V4_ROW_BYTES = 584  # 448 fp8, 64 bf16 of rotary part, 7 one-byte scales and a pad
+V4_VECTOR_BYTES = 584  # 448 fp8, 64 bf16 of rotary part, 7 one-byte scales and a pad
 V4_ALIGNMENT = 576
 V4_STATE_BLOCKS = {4: 4, 128: 8}  # compress ratio -> tokens per block of compressor state
 V4_KINDS = {
@@ -55,12 +55,12 @@ def longcat(reader: ConfigReader, options: Options) -> Layers:
 def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
     """DeepSeek-V3.2 and GLM-5: latent attention over the tokens that an indexer picks.
 
-    A row has fp8 latents with a float32 scale for every 128 and a bf16 rotary part,
+    A vector has fp8 latents with a float32 scale for every 128 and a bf16 rotary part,
     ``512 + 16 + 128 = 656`` bytes, unless ``kv_dtype`` is bfloat16. An indexer key is fp8 with a
     scale, ``128 + 4 = 132`` bytes.
     """
     layers = [(MLA, INDEXER) if own else (MLA,) for own in _own_indexers(reader)]
-    specs = {MLA: _latent_rows(reader, options), INDEXER: _indexer(reader, options)}
+    specs = {MLA: _latent_vectors(reader, options), INDEXER: _indexer(reader, options)}
     return name_layers(layers, specs)
 
 
@@ -87,7 +87,7 @@ def _own_indexers(reader: ConfigReader) -> list[bool]:
     return [kind == INDEXER for kind in kinds]
 
 
-def _latent_rows(reader: ConfigReader, options: Options) -> MLASpec:
+def _latent_vectors(reader: ConfigReader, options: Options) -> MLASpec:
     asked = canonical_dtype(options.kv_dtype or FP8)
     if asked == "bfloat16":
         return latent_attention(reader, options)
@@ -117,15 +117,15 @@ def _check_fp8(reader: ConfigReader, options: Options) -> None:
     if canonical_dtype(options.kv_dtype or FP8) != FP8:
         raise ValueError(
             f"kv_dtype={options.kv_dtype!r} is not understood for "
-            f"model_type={reader.model_type!r}, whose rows hold fp8; use fp8_e4m3 or leave it out"
+            f"model_type={reader.model_type!r}, which stores fp8; use fp8_e4m3 or leave it out"
         )
 
 
 def deepseek_v4(reader: ConfigReader, options: Options) -> Layers:
-    """DeepSeek-V4: a window of 128 tokens in every layer, and compressed rows in most.
+    """DeepSeek-V4: a window of 128 tokens in every layer, and compressed vectors in most.
 
-    ``compress_ratios`` has, per layer, the tokens that share a row: 4 (with an indexer), 128, or
-    0 for a layer without such rows. Pages are multiples of 576 bytes. A compressor keeps float32
+    ``compress_ratios`` has, per layer, the tokens that share a vector: 4 (with an indexer), 128, or
+    0 for a layer without such vectors. Pages are multiples of 576 bytes. A compressor keeps float32
     keys and weights of the tokens that it has not folded yet: ``2 * width`` values per token, and
     twice as many at ratio 4, because its windows overlap.
     """
@@ -133,7 +133,9 @@ def deepseek_v4(reader: ConfigReader, options: Options) -> Layers:
     reader.ignore("num_key_value_heads", "qk_rope_head_dim")
     if reader.number("head_dim") != 512 or reader.value("qk_rope_head_dim", 64) != 64:
         name = "head_dim" if reader.number("head_dim") != 512 else "qk_rope_head_dim"
-        raise reader.refusal(name, f"rows of {V4_ROW_BYTES} bytes are 512 wide, 64 of it rotary")
+        raise reader.refusal(
+            name, f"vectors of {V4_VECTOR_BYTES} bytes are 512 wide, 64 of it rotary"
+        )
     by_ratio = {ratio: _v4_layer(reader, options, ratio) for ratio in (0, 4, 128)}
     layers: Layers = {}
     for i, ratio in enumerate(_v4_ratios(reader)):
@@ -163,14 +165,14 @@ def _v4_layer(reader: ConfigReader, options: Options, ratio: int) -> Mapping[str
     window = SlidingWindowMLASpec(
         block_size=V4_WINDOW_BLOCK,
         sliding_window=reader.number("sliding_window"),
-        bytes_per_token=V4_ROW_BYTES,
+        bytes_per_token=V4_VECTOR_BYTES,
         **rows,
         **aligned,
     )
     if not ratio:
         return {SLIDING_MLA: window}
     shape = {"block_size": options.block_size or V4_BLOCK, "compress_ratio": ratio}
-    main = MLASpec(bytes_per_token=V4_ROW_BYTES, **shape, **rows, **aligned)
+    main = MLASpec(bytes_per_token=V4_VECTOR_BYTES, **shape, **rows, **aligned)
     layer = {MLA: main, COMPRESSOR: _compressor(reader.number("head_dim"), ratio)}
     if ratio == 4:
         layer[INDEXER] = _indexer(reader, options, **shape, **aligned)

@@ -120,7 +120,7 @@ class ConfigReader:
         return self.number(size) // self.number(heads)
 
     def layer_count(self, name: str = "num_hidden_layers") -> int:
-        """Returns the number of layers, which must not be beyond that of any model."""
+        """Returns the number of layers, `MAX_LAYERS` at most."""
         if self.number(name) > MAX_LAYERS:
             raise self.refusal(name, f"it must be at most {MAX_LAYERS} layers")
         return self.number(name)

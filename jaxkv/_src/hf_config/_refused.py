@@ -1,7 +1,7 @@
 """Model types that are refused, and the reason. No jax."""
 
 ENCODER = "it is an encoder, which attends in one pass and keeps no cache"
-CODES = "its positions are audio codes of several tokens each, next to those of its input"
+CODES = "its positions are audio codes of several tokens each, next to codes of its input"
 FRAMES = "its encoder reads audio frames, and its configuration does not name their number"
 OTHER_ENCODER = "it combines two models, and its cache depends on the other one"
 OWN_STATE = "its recurrent state has a form that no layer spec describes"
@@ -35,7 +35,7 @@ REFUSED = {
     **_all("trocr encoder-decoder speech-encoder-decoder vision-encoder-decoder", OTHER_ENCODER),
     **_all("rwkv xlstm zaya inkling_text inkling2_text qwen4_exp_text", OWN_STATE),
     **_all("axk2 hy_v4 minimax_m3_vl_text mistral_large4_text glm5_next_text", SPARSE),
-    "dots3_note_text": "its layers keep latent rows of several forms",
+    "dots3_note_text": "its layers keep latent vectors of several forms",
     **_all("gemma4_assistant gemma4_unified_assistant muse_glimmer_assistant", DRAFT),
     **_all("blip evolla florence2 idefics pix2struct pp_formulanet udop", IMAGES),
     **_all("t5gemma t5gemma2", "its decoder attends to itself and to its encoder at once"),

@@ -1,4 +1,4 @@
-"""Multimodal wrappers that keep no cache but that of their language model. No jax."""
+"""Multimodal wrappers without a cache beside their language model's. No jax."""
 
 # Fields in which a wrapper holds its language model, in order of precedence.
 INNER = "text_config", "llm_config", "language_config", "thinker_config"

@@ -1,1 +1,1 @@
-"""Helpers shared by the rooms of jaxkv. No stability guarantees."""
+"""Helpers shared by the packages of jaxkv. No stability guarantees."""

@@ -46,7 +46,7 @@ def admit(
     Args:
       plan: groups, layouts and blocks, as `plan_cache` or another engine has settled them.
       fit_max_model_len: shorten ``max_model_len`` to the longest that fits.
-      blocks_argument: name of the argument that sets the number of blocks; None: memory does.
+      blocks_argument: name of the argument that sets the number of blocks, if not the memory.
       remedy: one more thing to change; ends the message of a refusal.
 
     Raises:

@@ -13,7 +13,7 @@ from jaxkv._src.specs import LayerSpec, MLASpec
 PlanGroups = Callable[[Sequence[Group]], Plan]  # makes a plan, whether its length fits or not
 Groups = tuple[Group, ...]
 
-SMALL_BLOCK = 16  # tokens; next to states, the planner enlarges such blocks as far as needed
+SMALL_BLOCK = 16  # tokens; next to states, the planner enlarges such blocks where needed
 SHORT_REQUEST = 8192  # tokens of a usual request where the caller names none
 
 
@@ -79,7 +79,7 @@ def in_small_blocks(layers: Layers) -> dict[str, LayerSpec]:
 
 def _in_small_blocks(spec: LayerSpec) -> LayerSpec:
     if isinstance(spec, MLASpec) and spec.compress_ratio > 1:
-        return spec  # its blocks hold whole rows
+        return spec  # its blocks hold whole vectors
     return dataclasses.replace(spec, block_size=SMALL_BLOCK, page_bytes_padded=None)
 
 

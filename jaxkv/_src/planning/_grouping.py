@@ -53,7 +53,7 @@ def make_groups(
     Args:
       layers: layer name -> spec.
       grouping: see above.
-      cost: gives the cost of a grouping, for ``"least_waste"``; None: bytes per block times
+      cost: gives the cost of a grouping, for ``"least_waste"``; by default bytes per block times
         groups. `plan_cache` counts the requests that run at once.
 
     Raises:

@@ -24,7 +24,7 @@ class Group:
 
     @property
     def growth(self) -> Growth:
-        """The rule by which a request takes and drops blocks of the group."""
+        """The rule that says which blocks of the group a request needs."""
         return self.specs[0].growth
 
     @property
@@ -67,7 +67,7 @@ class PoolTensor:
 
 
 class LayerPlacement(NamedTuple):
-    """The place of one layer: a group, a tensor of the pool, and an offset in its page."""
+    """The location of one layer: a group, a tensor of the pool, and an offset in its page."""
 
     group: int  # index of the group, and of the block table that the layer reads
     tensor: int
@@ -133,21 +133,21 @@ class PoolLayout:
         flags = [False] * len(self.groups)
         for tensor in self.tensors:
             readers = [self._places[layer] for layer in tensor.layers]
-            for place in readers:
-                flags[place.group] |= any(_misread(place, other) for other in readers)
+            for reader in readers:
+                flags[reader.group] |= any(_misread(reader, other) for other in readers)
         return tuple(flags)
 
     @functools.cached_property
     def _places(self) -> dict[str, LayerPlacement]:
         tensors = {layer: i for i, tensor in enumerate(self.tensors) for layer in tensor.layers}
-        places: dict[str, LayerPlacement] = {}
+        placements: dict[str, LayerPlacement] = {}
         for index, group in enumerate(self.groups):
             used: dict[int, int] = {}  # tensor -> bytes that the group's layers take there
             for layer, spec in zip(group.layers, group.specs, strict=True):
                 tensor = tensors[layer]
-                places[layer] = LayerPlacement(index, tensor, used.get(tensor, 0), spec)
+                placements[layer] = LayerPlacement(index, tensor, used.get(tensor, 0), spec)
                 used[tensor] = used.get(tensor, 0) + spec.page_bytes
-        return places | {layer: places[owner] for layer, owner in self.shared}
+        return placements | {layer: placements[owner] for layer, owner in self.shared}
 
     def __getstate__(self) -> dict[str, object]:  # cached values stay behind
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -185,7 +185,7 @@ def make_layout(
 
     Args:
       groups: from `make_groups`, over the layers of all workers.
-      layers: the layers of this worker; None: all of them. A worker without any (a pipeline
+      layers: the layers of this worker; by default all of them. A worker without any (a pipeline
         stage of encoder layers, say) gets a pool of no tensors.
       shared: layer -> the layer on this worker whose cache it reads.
 
@@ -212,7 +212,9 @@ def _check_shared(
     names = {name for group in groups for name in group.layers}
     for layer, owner in shared.items():
         if layer in names:
-            raise ValueError(f"layers[{layer!r}] both owns a cache and shares that of {owner!r}")
+            raise ValueError(
+                f"layers[{layer!r}] both owns a cache and shares the cache of {owner!r}"
+            )
         if owner not in names:
             raise ValueError(
                 f"layers[{layer!r}] shares the cache of {owner!r}, which is no layer with a cache "

@@ -28,7 +28,7 @@ class Plan:
     memory_bytes: the budget of each worker.
     context_parallel: ranks among which the tokens of a request are divided.
     zero_policy: groups whose fresh blocks are zeroed; see `plan_cache`.
-    request_len: tokens of a usual request; None: not given.
+    request_len: tokens of a usual request, if given.
     compared: the figures of the chosen grouping, then of the others, in requests of
       ``compared_len`` tokens; () if `plan_cache` compared none.
     warning: a choice that costs over half of the requests, and what to change; "" if none does.
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def compared_len(self) -> int:
-        """Tokens of the requests by which groupings are compared: usual ones, else the longest."""
+        """Tokens of the requests that groupings are compared for: usual ones, else the longest."""
         return self.max_model_len if self.request_len is None else self.request_len
 
     def local_tokens(self, num_tokens: int) -> int:
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def row_blocks(self) -> tuple[int, ...]:
-        """Columns of a block-table row of the longest request, per group."""
+        """Logical blocks of the longest request in the block table, per group."""
         local, encoder = self.local_tokens(self.max_model_len), self.limits.max_encoder_tokens
         return tuple(group.growth.row_blocks(local, encoder) for group in self.groups)
 
@@ -183,7 +183,7 @@ class Plan:
 
 
 def check_rows(plan: Plan, max_requests: int) -> None:
-    """Raises TypeError or ValueError unless a plan can have tables of so many rows."""
+    """Raises TypeError or ValueError unless a plan can have tables of this many rows."""
     check_kind(Plan, "what plan_cache returned", plan=plan)
     check_positive(max_requests=max_requests)
     most = INT32_MAX // (sum(plan.row_blocks) + len(plan.groups) or 1)
@@ -202,7 +202,7 @@ def stores_encoder_tokens(plan: Plan) -> bool:
 def checked_encoder_tokens(plan: Plan, encoder_tokens: int | None) -> int:
     """Returns the encoder tokens of a request; raises TypeError or ValueError for a wrong number.
 
-    None: there are none, which a plan that stores encoder tokens wants to be told.
+    None means none, and is refused by a plan that stores encoder tokens.
     """
     if encoder_tokens is None:
         if stores_encoder_tokens(plan):

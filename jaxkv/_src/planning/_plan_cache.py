@@ -60,7 +60,7 @@ def plan_cache(
       num_blocks_override: number of blocks, instead of as many as memory holds; at least 2
         (the null block and one more).
       override_beyond_memory: True: accepts an override that ``memory_bytes`` cannot hold.
-      limits: upper bounds of one step of the scheduler; None: the defaults of `Limits`.
+      limits: upper bounds of one step of the scheduler; by default `Limits()`.
       grouping: as for `jaxkv.planning.make_groups`. ``"least_waste"`` takes, of the groupings that
         fit the longest request, the one that runs the most requests of ``request_len`` tokens at
         once; it may make many groups. ``plan.compared`` has the figures.

@@ -45,7 +45,7 @@ def plan_html(plan: "Plan") -> str:
         "memory": readable(sum(plan.memory_bytes)),
         "blocks": f"{plan.num_blocks:,} of which {plan.usable_blocks:,} usable",
         "admission charges": f"{charged:,} blocks, {readable(charged * block)}",
-        "held while it decodes": f"{steady:,} blocks, {readable(steady * block)}",
+        "while it decodes": f"{steady:,} blocks, {readable(steady * block)}",
         "run at once": f"{plan.requests_that_fit(length):,} requests",
         "tokens in all": f"{plan.tokens_that_fit(length):,}",
         "zero new blocks": _describe_zeroing(plan.zero_policy, plan.groups_to_zero),

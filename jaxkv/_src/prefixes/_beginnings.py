@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv._src.internal.numbers import INT32_MAX
 
 LEAST_TOKENS = 256  # of a beginning; sharing a shorter one costs as much as it saves
-LEAST_PART = 8  # one in so many tokens that a step would read must be saved
+LEAST_PART = 8  # a step must save one in 8 of the tokens that it would read
 MOST_LEVELS = 6  # of beginnings within beginnings
 
 
@@ -27,14 +27,15 @@ class PrefixGroup(NamedTuple):
 def group_by_beginning(
     tables: Sequence[np.ndarray], column_tokens: Sequence[int], computed: np.ndarray, most: int
 ) -> list[PrefixGroup]:
-    """Returns the groups of N requests for which a step is to read the common blocks once.
+    """Returns groups of N requests whose common blocks a step should read once.
 
     A request is in one group at most. Of beginnings within beginnings those are taken with which
     the fewest tokens are read; and none at all unless that saves an eighth of them.
 
     Args:
-      tables: int32[N, columns] per table, the blocks of each request; all of them read them all.
-      column_tokens: tokens of a column of each table.
+      tables: int32[N, logical blocks] per table, the blocks of each request, all of
+        which it reads.
+      column_tokens: tokens of a logical block of each table.
       computed: int64[N], tokens of each request whose blocks are in the tables.
       most: groups at most.
     """

@@ -1,4 +1,4 @@
-"""Events for the whole blocks that prefix caching keeps, named by block keys. No jax."""
+"""Events for the whole blocks that are cached, named by block keys. No jax."""
 
 import collections
 import dataclasses
@@ -63,11 +63,11 @@ Place = tuple[BlocksStored, int]  # of a block: the event that told of its token
 
 
 class PrefixEvents:
-    """Writes into a log which whole blocks are kept.
+    """Writes into a log which whole blocks are cached.
 
     Keys leave out what no model depends on, such as the length of an image that they identify
     otherwise, so several blocks may have the same key. The log gets an event when the first block
-    of a key is kept, and another when the last one is gone.
+    of a key is cached, and another when the last one is gone.
 
     grain: tokens per key, the greatest common divisor of the groups' block sizes.
     """
@@ -92,15 +92,14 @@ class PrefixEvents:
     def stored(
         self, chain: KeyChain, tokens: np.ndarray, group: int, first: int, ids: Sequence[int]
     ) -> None:
-        """Records that blocks are kept; skips blocks that are recorded already.
+        """Records that blocks are cached; skips blocks that are recorded already.
 
         Args:
           chain: the keys of the prompt.
           tokens: int64[N], codes of the prompt's tokens.
           group: index of the group.
-          first: column of the first block.
-          ids: block ids of consecutive columns, those beyond the tokens included; 0: that column is
-            not kept.
+          first: logical index of the first block.
+          ids: consecutive block ids, also beyond the tokens; 0 for a block that is not cached.
         """
         size = self._groups[group].block_size
         tokens = tokens & MAX_TOKEN
@@ -125,7 +124,7 @@ class PrefixEvents:
         return self._counts[name] == 1
 
     def stored_on_host(self, ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """Records that host memory gets copies of blocks, as far as these are recorded."""
+        """Records that host memory gets copies of blocks, if these are recorded."""
         fresh: dict[int, tuple[BlocksStored, list[int]]] = {}  # by the event that told of them
         for block_id, host_id in zip(ids, host_ids, strict=True):
             name = self._names.get(block_id)
@@ -154,11 +153,11 @@ class PrefixEvents:
         )
 
     def removed(self, ids: Sequence[int]) -> None:
-        """Records that blocks are no longer kept in the memory that they are in."""
+        """Records that blocks are no longer cached in their memory."""
         gone: dict[tuple[Medium, int], list[bytes]] = {}
         for block_id in ids:
             name = self._names.pop(block_id, None)
-            if name is None:  # the block kept the end of a prefix, which is not a whole block
+            if name is None:  # the end of a prefix, which is not a whole block
                 continue
             self._counts[name] -= 1
             if not self._counts[name]:
@@ -171,7 +170,7 @@ class PrefixEvents:
             self._log.append(BlocksRemoved(self._groups[group], tuple(keys), medium))
 
     def cleared(self) -> None:
-        """Records that no block is kept any more."""
+        """Records that no block is cached any more."""
         self._names.clear()
         self._counts.clear()
         self._places.clear()
@@ -179,7 +178,7 @@ class PrefixEvents:
 
 
 def _on_host(event: BlocksStored, start: int, end: int) -> BlocksStored:
-    """Returns the event that host memory holds some blocks of an earlier one."""
+    """Returns the event that host memory has some blocks of an earlier one."""
     keys, size, extras = event.block_keys, event.group.block_size, event.extra_keys
     return dataclasses.replace(
         event,
@@ -192,7 +191,7 @@ def _on_host(event: BlocksStored, start: int, end: int) -> BlocksStored:
 
 
 def _runs(columns: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields first and end of each run of consecutive ascending columns."""
+    """Yields first and end of each run of consecutive ascending indices."""
     for _, run in itertools.groupby(enumerate(columns), lambda pair: pair[1] - pair[0]):
         found = [column for _, column in run]
         yield found[0], found[-1] + 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-EVICTED = -1  # in place of the id of a block that was kept and then evicted
+EVICTED = -1  # instead of the id of a block that was cached and then evicted
 WANTED_PART = 0.75  # share of the checkpoint blocks above which wanted ones are evicted first
 
 
@@ -17,7 +17,7 @@ class Checkpoint:
       states, and the last block for any other group if the prefix ends inside it; 0 where a group
       needs neither, `EVICTED` where the block is gone.
     ends: int64[N], the position before which each block may not be written.
-    groups: int64[N], the group of each block; None: there is one of every group, in their order.
+    groups: int64[N], the group of each block; None if there is one of every group, in order.
     is_wanted: whether other prompts are expected to continue here: the caller named this boundary,
       two prompts parted here, or a request has shared the prefix.
     """
@@ -58,8 +58,8 @@ class Checkpoints:
     """All checkpoints, the least recently used first.
 
     Most prompts end where no other prompt continues. Checkpoints of such ends are evicted before
-    wanted ones, unless the wanted ones hold more than `WANTED_PART` of the blocks. Those that
-    have a block in host memory, and those of preempted requests, take no part in this order.
+    wanted ones, unless these have over `WANTED_PART` of the blocks. Checkpoints with a
+    block in host memory, or of preempted requests, are not in this order.
     """
 
     def __init__(self) -> None:

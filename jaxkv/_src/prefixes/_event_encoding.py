@@ -1,6 +1,6 @@
 """Encoding of events as vLLM sends them to routers: MessagePack in ZeroMQ frames.
 
-The fields are those of vLLM 0.33; the current routers of llm-d and Dynamo read both formats.
+The fields are as in vLLM 0.33; the current routers of llm-d and Dynamo read both formats.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def encode_events(
 
     Args:
       batch: from `EventLog.take` or `EventLog.since`.
-      format: "tagged", or "positional" for readers made for vLLM 0.23 or older.
+      format: "tagged", or "positional" for readers of vLLM 0.23 or older.
       keys: "int" for the last 64 bits of each key, or "bytes" for all of it.
       groups: "all", or "counted" to leave out windows, chunks, states and encoders.
       rank: data-parallel rank of the cache.

@@ -32,7 +32,7 @@ class EventGroup:
     index: index of the group in the plan.
     kind: kind of its layers.
     block_size: tokens that one key covers beyond its parent key.
-    window: tokens of a sliding window; None: the layers have none.
+    window: tokens of a sliding window, if the layers have one.
     """
 
     index: int
@@ -51,7 +51,7 @@ class EventGroup:
     def is_counted(self) -> bool:
         """Whether a router may count the group's blocks as cached prefixes.
 
-        False for windows, chunks, states and encoders, because such a group holds only the end of
+        False for windows, chunks, states and encoders, because such a group caches only the end of
         a prefix. In a model that has such groups too, the blocks of the other groups are an upper
         bound of the hit.
         """
@@ -64,12 +64,12 @@ class BlocksStored:
 
     group: group of the blocks.
     block_keys: one per block; see `block_keys`.
-    parent_key: key of the block before the first; None: the blocks begin the sequence.
+    parent_key: key of the block before the first; None at the start of the sequence.
     token_ids: token ids of all blocks, ``len(block_keys) * group.block_size`` of them.
-    medium: the memory that holds the blocks.
-    extra_keys: per block, as `extra_keys_by_block` returns them; None: no block has any.
-    adapter: name of the LoRA adapter; None: none.
-    adapter_id: number of the adapter, which old routers read in place of its name.
+    medium: the memory that the blocks are in.
+    extra_keys: per block, as `extra_keys_by_block` returns them; None if no block has any.
+    adapter: name of the LoRA adapter, if any.
+    adapter_id: number of the adapter, which old routers read instead of its name.
     """
 
     group: EventGroup
@@ -103,7 +103,7 @@ class BlocksRemoved:
 
     group: group of the blocks.
     block_keys: one per block, in any order.
-    medium: the memory that held the blocks.
+    medium: the memory that the blocks were in.
     """
 
     group: EventGroup
@@ -130,7 +130,7 @@ CacheEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 @dataclasses.dataclass(frozen=True)
 class EventBatch:
-    """Events that are sent together, such as those of one step.
+    """Events that are sent together, such as the events of one step.
 
     sequence: number of the batch: 0, 1, 2 ... without a gap.
     timestamp: seconds since 1970.
@@ -145,7 +145,7 @@ class EventBatch:
 class EventLog:
     """A log of one cache's events, in numbered batches that can be sent again.
 
-    A router that applies all batches in order knows which blocks the cache holds. A router that
+    A router that applies all batches in order knows which blocks are cached. A router that
     misses a number asks for a replay: the batches `since` that number. Pass a log to one
     `jaxkv.BlockManager`, which appends the events of its blocks.
 
@@ -192,7 +192,7 @@ class EventLog:
         """Returns the events since the last call as a batch; None if there are none.
 
         Args:
-          timestamp: seconds since 1970; None: the current time.
+          timestamp: seconds since 1970; by default now.
         """
         now = time.time() if timestamp is None else timestamp
         check_number(timestamp=now)

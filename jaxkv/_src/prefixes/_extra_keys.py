@@ -18,7 +18,7 @@ _KINDS = ("lora", "mm", "cache_salt", "prompt_embeds")  # in the order of a bloc
 
 #: one extra key of a block: a tag, then the values that identify the content
 Tagged = tuple[str | int | bytes, ...]
-#: the extra keys of one block; None: the block has none
+#: the extra keys of one block, if it has any
 BlockExtras = tuple[Tagged, ...] | None
 
 
@@ -36,7 +36,7 @@ class ExtraKey:
 
     Every block depends on the adapter, and a block that contains a token of a medium depends on
     that medium and its offset from the start of the block, so the same image at two offsets gives
-    two block keys. Of embeddings, a block depends on the rows of its own tokens.
+    two block keys. Of embeddings, a block depends on the vectors of its own tokens.
     """
 
     kind: ExtraKind
@@ -101,10 +101,10 @@ class ExtraKey:
 
     @classmethod
     def prompt_embeds(cls, rows: np.ndarray) -> "ExtraKey":
-        """Returns the key of embeddings that a request passes in place of token ids.
+        """Returns the key of embeddings that a request passes instead of token ids.
 
         Args:
-          rows: [T, ...] of any dtype, one row for each of the first T tokens.
+          rows: [T, ...] of any dtype, one vector for each of the first T tokens.
         """
         if not isinstance(rows, np.ndarray) or not rows.size:
             raise TypeError(f"rows must be a NumPy array that is not empty, got {shown(rows)}")
@@ -124,7 +124,7 @@ def extra_keys_by_block(
     An entry is ``("lora", name, path)``, ``("mm", identifier, offset)`` with the offset of the
     medium from the start of the block (negative where it began earlier), ``("cache_salt", salt)``
     in the block at position 0 only, or ``("prompt_embeds", digest)`` with the SHA-256 of the
-    block's rows. Of media that overlap, each is an entry of every block that it touches; vLLM
+    block's vectors. Of media that overlap, each is an entry of every block that it touches; vLLM
     leaves some of them out.
 
     Args:
@@ -156,7 +156,7 @@ def check_content(salt: str | None, extra_keys: Collection[ExtraKey]) -> None:
     """Raises TypeError for a salt that is not a str, or a key that is not an `ExtraKey`."""
     if salt is not None and not isinstance(salt, str):
         raise TypeError(f"salt must be a str or None, got {shown(salt)}; use str(...)")
-    wanted = "made by ExtraKey.lora, ExtraKey.mm or ExtraKey.prompt_embeds"
+    wanted = "created by ExtraKey.lora, ExtraKey.mm or ExtraKey.prompt_embeds"
     check_each(ExtraKey, wanted, extra_keys=extra_keys)
 
 

@@ -1,4 +1,4 @@
-"""Lookup of the longest prefix that every group still holds. NumPy only."""
+"""Lookup of the longest prefix that every group still caches. NumPy only."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -28,7 +28,7 @@ Reason = Literal[
 
 
 class SharedColumns(NamedTuple):
-    """Block-table columns of one group that a request takes from the cache.
+    """Logical blocks of one group that a request takes from the cache.
 
     source, first, end: as in `jaxkv.specs.LiveColumns`.
     block_ids: int32[end - first].
@@ -48,10 +48,10 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: tokens of the prefix; 0: none.
     num_seen: leading tokens that a remembered prompt has too, with or without their blocks.
-    columns: the shared columns, per group.
+    columns: the shared logical blocks, per group.
     reasons: why the prefix is not longer, per group; see `jaxkv.blocks.PrefixHit`.
-    checkpoint: checkpoint at the end of the prefix; None: no group needs one.
-    num_host_tokens: tokens of the prefix beyond what device memory alone holds of it.
+    checkpoint: checkpoint at the end of the prefix, if a group needs one.
+    num_host_tokens: tokens of the prefix beyond the part in device memory.
     """
 
     num_tokens: int
@@ -70,7 +70,7 @@ def find(
     *,
     on_device: bool = False,
 ) -> CachedPrefix:
-    """Finds the longest prefix of at most ``limit`` tokens that all groups hold.
+    """Finds the longest prefix of at most ``limit`` tokens that all groups cache.
 
     Args:
       path: nodes from `PromptTree.walk`.
@@ -103,7 +103,7 @@ def find(
 
 
 def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> CachedPrefix:
-    """Returns the result for a prompt of which nothing is remembered, or nothing may be shared."""
+    """Returns the result for a prompt that is not remembered, or that may share nothing."""
     num_groups, shortest = len(tree.policies), 1 if tree.has_states else tree.grid
     reason: Reason = "complete" if limit < shortest else "never_seen"
     return CachedPrefix(0, num_seen, (NO_COLUMNS,) * num_groups, (reason,) * num_groups, None)
@@ -112,10 +112,10 @@ def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> CachedPrefix:
 def _shared(
     policy: PrefixPolicy, columns: np.ndarray, num_tokens: int, partial: int
 ) -> SharedColumns:
-    """Returns the columns that the token after a prefix reads.
+    """Returns the logical blocks that the token after a prefix reads.
 
     Args:
-      columns: int32[C], the blocks of the group's whole columns, and of more that nobody reads.
+      columns: int32[C], the group's whole blocks, and more that nobody reads.
       partial: the group's block in the checkpoint; 0: none.
     """
     block = policy.block
@@ -136,7 +136,7 @@ def _shared(
 
 
 def _held_at(policy: PrefixPolicy, columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns whether a group holds what the token at each position reads, bool[P].
+    """Returns whether a group caches what the token at each position reads, bool[P].
 
     Args:
       positions: ends of whole blocks, at least one block each.
@@ -165,7 +165,7 @@ def _longest_whole(tree: PrefixTree, columns: Sequence[np.ndarray], seen: int) -
     policies, grid = tree.policies, tree.grid
     if seen < grid:
         return 0
-    longest = seen // grid * grid  # tried first: usually every group holds it
+    longest = seen // grid * grid  # tried first: usually every group caches it
     if all(_holds_whole(*of_group, longest) for of_group in zip(policies, columns, strict=True)):
         return longest
     positions = np.arange(grid, seen + 1, grid)
@@ -194,7 +194,7 @@ def _reasons_whole(
 
 
 def _why_not_held(policy: PrefixPolicy, columns: np.ndarray, positions: np.ndarray) -> Reason:
-    """Returns the reason why a group holds too little for a token at any of these positions."""
+    """Returns the reason why a group caches too little for a token at any of these positions."""
     end = positions // policy.block
     if policy.only_last:
         first = end - 1
@@ -221,7 +221,7 @@ def _checkpoints(path: Sequence[Node], above: int, up_to: int) -> list[Checkpoin
 
 
 def _holds(policy: PrefixPolicy, columns: np.ndarray, position: int) -> bool:
-    """Returns whether a group holds what the token after a kept checkpoint reads."""
+    """Returns whether a group caches what the token after a cached checkpoint reads."""
     if policy.by_checkpoint or (policy.only_last and position % policy.block):
         return True  # it reads the group's block in the checkpoint
     return _holds_whole(policy, columns, position)

@@ -13,7 +13,7 @@ class Namespace(NamedTuple):
 
     epoch: int
     salt: str | None
-    keys: frozenset[ExtraKey]  # those of the whole sequence, such as adapters
+    keys: frozenset[ExtraKey]  # of the whole sequence, such as adapters
 
 
 class KnownNamespaces:
@@ -23,7 +23,7 @@ class KnownNamespaces:
         """Remembers nothing yet.
 
         Args:
-          num_tokens: tokens by which a prompt is known.
+          num_tokens: tokens that identify a prompt.
           max_prompts: prompts to remember; beyond it, the oldest one is forgotten.
         """
         self._num_tokens, self._max_prompts = num_tokens, max_prompts

@@ -14,8 +14,8 @@ class Node:
     """Tokens ``start .. end - 1`` that one or more prompts have in common, and their blocks.
 
     index: index in the tree's list of nodes; -1 for the root of a namespace, which has no tokens.
-    blocks: per group, int32[...], the blocks of the columns that end in this node,
-      ``start // block <= column < end // block``; 0 where none was kept, `EVICTED` where it is
+    blocks: per group, int32[...], the blocks that end in this node, at the logical indices
+      ``start // block .. end // block - 1``; 0 where none was cached, `EVICTED` where it is
       gone.
     checkpoints: by position, ``start < position <= end``.
     """
@@ -36,14 +36,14 @@ class Node:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block of these tokens is kept any more."""
+        """Whether no block of these tokens is cached any more."""
         if any(checkpoint.is_kept for checkpoint in self.checkpoints.values()):
             return False
         return not any((blocks > 0).any() for blocks in self.blocks)
 
 
 class PromptTree:
-    """The tokens of prompts, and room for the ids of their blocks; a tree for each namespace.
+    """The tokens of prompts and the ids of their blocks; a tree for each namespace.
 
     A namespace separates prompts whose blocks differ although their tokens are equal: other
     weights, other adapters, another tenant.
@@ -56,7 +56,7 @@ class PromptTree:
 
         Args:
           block_sizes: tokens of a block of each group.
-          max_tokens: tokens to remember. Beyond it, `prune` forgets tokens without kept blocks,
+          max_tokens: tokens to remember. Beyond it, `prune` forgets tokens without cached blocks,
             the least recently used first.
         """
         self._block_sizes, self._max_tokens, self._prune_at = block_sizes, max_tokens, max_tokens
@@ -156,7 +156,7 @@ class PromptTree:
         return rest
 
     def prune(self) -> None:
-        """Forgets tokens without kept blocks if there are too many, until a quarter is free."""
+        """Forgets tokens without cached blocks if there are too many, until a quarter is free."""
         if self._num_tokens <= self._prune_at:
             return
         for node in list(self._recent):

@@ -1,4 +1,4 @@
-"""The rules by which groups keep the blocks of prefixes. NumPy only."""
+"""The rules that groups cache the blocks of prefixes by. NumPy only."""
 
 import dataclasses
 import functools
@@ -9,17 +9,17 @@ import numpy as np
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.specs import Growth
 
-WHOLE = np.iinfo(np.int64).max  # `read_only_until` of a block of which no byte may change
+WHOLE = np.iinfo(np.int64).max  # `read_only_until` of a block that no token may change
 PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefixPolicy:
-    """The rule by which a group keeps the blocks of a prefix.
+    """The rule that a group caches the blocks of a prefix by.
 
     growth: block rule of the group.
-    block: tokens per column of its block table.
-    shares_rows: whether several tokens of a layer share a row.
+    block: tokens per entry of its block table.
+    shares_rows: whether several tokens of a layer share a vector.
     """
 
     growth: Growth
@@ -28,7 +28,7 @@ class PrefixPolicy:
 
     @functools.cached_property
     def by_checkpoint(self) -> bool:
-        """Whether a block holds a state that later tokens overwrite."""
+        """Whether a block has a state that later tokens overwrite."""
         return self.growth.stores == "state" and self.growth.cache_mode != "all"
 
     @functools.cached_property
@@ -37,12 +37,12 @@ class PrefixPolicy:
         return self.growth.stores == "state"
 
     def first_column(self, position: int) -> int:
-        """Returns the column of the oldest token that the one at a position reads."""
+        """Returns the logical block of the oldest token that the one at a position reads."""
         return int(self.growth.first_visible(position, PLAIN_INTS)) // self.block
 
     def until(self, position: int) -> int:
         """Returns the position before which the last block of a prefix may not be written."""
         if self.only_last:
             return WHOLE
-        # The next token would write into the row that it shares with the prefix's last tokens.
+        # The next token would write into the vector that it shares with the prefix's last tokens.
         return cdiv(position, self.block) * self.block if self.shares_rows else position

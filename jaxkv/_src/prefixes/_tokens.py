@@ -19,7 +19,7 @@ class TokenCodes:
     """Integer codes of tokens: two are equal if both the token ids and their extra keys are.
 
     All images have the same placeholder tokens, so the codes of such tokens also contain a number
-    for the image. With embeddings, the code of each token contains a number for its row.
+    for the image. With embeddings, the code of each token contains a number for its vector.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class TokenCodes:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many extra keys have numbers that the caller should start over."""
+        """Whether too many extra keys have numbers, and the caller should start over."""
         return len(self._numbers) >= 1 << NUMBER_BITS - 10
 
     def encode(self, tokens: Sequence[int] | np.ndarray, keys: Sequence[ExtraKey]) -> np.ndarray:
@@ -35,7 +35,7 @@ class TokenCodes:
 
         Args:
           tokens: token ids, [N].
-          keys: extra keys, of which each token has at most one.
+          keys: extra keys, at most one for each token.
 
         Raises:
           TypeError, ValueError: as `as_tokens`, or keys that overlap or reach past the tokens.
@@ -103,7 +103,7 @@ def _as_array(name: str, tokens: Any) -> np.ndarray:
 
 
 def _no_ids(name: str, array: np.ndarray) -> Exception:
-    """Returns the refusal of an array whose dtype is not that of ints."""
+    """Returns the refusal of an array that does not hold ints."""
     odd: list[object] = [array.dtype]
     if array.dtype == object:
         odd = [type(token).__name__ for token in array.tolist() if type(token) is not int]

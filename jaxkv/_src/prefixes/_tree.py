@@ -1,4 +1,4 @@
-"""`PrefixTree`: remembered prompts, and the blocks that are kept for them. NumPy only."""
+"""`PrefixTree`: remembered prompts, and their cached blocks. NumPy only."""
 
 import functools
 import itertools
@@ -14,20 +14,20 @@ from jaxkv._src.prefixes._policies import PrefixPolicy
 
 
 class PrefixTree:
-    """A radix tree of prompts, and the blocks that are kept for them.
+    """A radix tree of prompts, and their cached blocks.
 
     prompts: the tree.
     same_before: int64[N], by block that moved between two memories: the position before which both
-      have the same content for as long as it stays kept.
+      have the same content for as long as it stays cached.
     state: a new object after every change, so that a caller can tell whether an earlier lookup
       is still valid.
-    checkpoints: the kept checkpoints.
-    parked: the blocks of preempted requests, as far as all of them are kept.
+    checkpoints: the cached checkpoints.
+    swapped: the blocks of preempted requests that still have all of them.
     grid: least common multiple of the groups' block sizes, at which a prefix of whole blocks ends.
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     host_ids: ids from this one on are of blocks in host memory.
-    on_recomputed: called with blocks in host memory, and with those on the device that are kept
-      in their place from now on, because a request has computed the same content (or None).
+    on_recomputed: called with blocks in host memory, and with the blocks on the device that
+      replace them because a request has computed the same content (or None).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PrefixTree:
         Args:
           policies: one per group.
           read_only_until: int64[N], which the tree writes: the position before which no token of a
-            block may be overwritten; 0: the block is not kept.
+            block may be overwritten; 0: the block is not cached.
           host_ids: the first id of a block in host memory; N: there are none.
           max_tokens: tokens to remember, as for `PromptTree`.
         """
@@ -53,10 +53,10 @@ class PrefixTree:
         self.grid = math.lcm(*sizes)
         self._new_prompts = functools.partial(PromptTree, sizes, max_tokens)
         self.has_states = any(policy.by_checkpoint for policy in self.policies)
-        # The node and group (see `_place`) and the column that a block is kept for. Arrays, because
-        # a step evicts many blocks at once.
-        self._place_of = np.full(read_only_until.size, -1, np.int64)  # -1: for none
-        self._column_of = np.full(read_only_until.size, 0, np.int64)
+        # The node and group (see `_owner`) and the logical block that a block is cached
+        # for. Arrays, because a step evicts many blocks at once.
+        self._owner_of = np.full(read_only_until.size, -1, np.int64)  # -1: for none
+        self._index_of = np.full(read_only_until.size, 0, np.int64)
         self._is_in_checkpoint = np.zeros(read_only_until.size, bool)
         self.same_before = np.zeros(read_only_until.size, np.int64)
         self.on_recomputed: Callable[[np.ndarray, np.ndarray], None] | None = None
@@ -70,54 +70,54 @@ class PrefixTree:
         self.swapped: dict[Checkpoint, None] = {}
 
     def clear(self) -> np.ndarray:
-        """Forgets everything, and returns the blocks that were kept."""
-        kept = self.read_only_until.nonzero()[0]
+        """Forgets everything, and returns the blocks that were cached."""
+        cached = self.read_only_until.nonzero()[0]
         self.read_only_until[:] = 0
-        self._place_of[:], self._is_in_checkpoint[:] = -1, False
+        self._owner_of[:], self._is_in_checkpoint[:] = -1, False
         self._forget_all()
-        return kept
+        return cached
 
     # --- reading ------------------------------------------------------------------
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
-        """Returns which blocks are kept as whole columns, bool of the ids' shape."""
-        return self._place_of[ids] >= 0
+        """Returns which blocks are cached as whole blocks, bool of the ids' shape."""
+        return self._owner_of[ids] >= 0
 
     def group_of(self, block_id: int) -> int:
-        """Returns the group of a kept block."""
-        place = self._place_of.item(block_id)
-        if place >= 0:
-            return place % len(self.policies)
+        """Returns the group of a cached block."""
+        owner = self._owner_of.item(block_id)
+        if owner >= 0:
+            return owner % len(self.policies)
         return self._of_block[block_id][0].group_of(block_id)
 
     def is_inside(self, block_id: int) -> bool:
-        """Returns whether a prefix that ends where its tokens do reads a kept block.
+        """Returns whether a prefix that ends where its tokens do reads a cached block.
 
         Blocks that have left a window by then serve prompts that part from these tokens earlier.
         """
         if block_id in self._of_block:
             return True
-        index, group = divmod(self._place_of.item(block_id), len(self.policies))
+        index, group = divmod(self._owner_of.item(block_id), len(self.policies))
         node, policy = self.prompts.nodes[index], self.policies[group]
         if node is None or policy.growth.keeps_all_tokens or policy.only_last:
             return node is not None
-        column, last = self._column_of.item(block_id), (node.end - 1) // self.grid * self.grid
+        column, last = self._index_of.item(block_id), (node.end - 1) // self.grid * self.grid
         ends = [*node.checkpoints, last, node.end]
         return any(policy.first_column(n) <= column < cdiv(n, policy.block) for n in ends)
 
     def _until(self, block_id: int) -> int:
         """Returns the position before which no token of a block may be overwritten."""
-        until, place = 0, self._place_of.item(block_id)
-        if place >= 0:
-            block = self.policies[place % len(self.policies)].block
-            until = (self._column_of.item(block_id) + 1) * block
-        return max([until, *(made.until(block_id) for made in self._of_block.get(block_id, ()))])
+        until, owner = 0, self._owner_of.item(block_id)
+        if owner >= 0:
+            block = self.policies[owner % len(self.policies)].block
+            until = (self._index_of.item(block_id) + 1) * block
+        return max([until, *(c.until(block_id) for c in self._of_block.get(block_id, ()))])
 
-    def _place(self, node: Node, group: int) -> int:
+    def _owner(self, node: Node, group: int) -> int:
         """Returns a number for a node and a group."""
         return node.index * len(self.policies) + group
 
-    # --- keeping -----------------------------------------------------------------
+    # --- caching -----------------------------------------------------------------
 
     def keep(
         self,
@@ -127,107 +127,107 @@ class PrefixTree:
         checkpoint: np.ndarray | None = None,
         is_wanted: bool = False,
     ) -> Checkpoint | None:
-        """Keeps blocks of a request, where no other block is kept for the same tokens.
+        """Caches blocks of a request, where no other block is cached for the same tokens.
 
         Args:
           tokens: int32[N] or int64[N], the request's first tokens. The tree holds on to the array.
-          columns: per group, a column and the blocks from that column on, all of them whole.
+          columns: per group, a logical index and the blocks from there on, all of them whole.
           checkpoint: int32[G], the blocks of a checkpoint at the end of the tokens.
           is_wanted: as in `Checkpoint`.
 
         Returns:
           The checkpoint, which may be an older one that has blocks of these now; None if none was
-          given, or an older one at this position is kept as it is.
+          given, or an older one at this position stays.
         """
         self.state = object()
         path, rest = self.prompts.grow(namespace, tokens)
         if rest is not None:
             for group, blocks in enumerate(rest.blocks):
-                self._place_of[blocks[blocks > 0]] = self._place(rest, group)
+                self._owner_of[blocks[blocks > 0]] = self._owner(rest, group)
         for group, (first, ids) in enumerate(columns):
             if ids.size:
-                self._keep_columns(path, group, first, ids)
+                self._cache_blocks(path, group, first, ids)
         self.prompts.touch(path)
-        made = None
+        added = None
         if checkpoint is not None:
             ends = np.array([policy.until(tokens.size) for policy in self.policies])
-            made = Checkpoint(tokens.size, checkpoint, ends, is_wanted=is_wanted)
-            made = self._add_checkpoint(path[-1], made)
+            added = Checkpoint(tokens.size, checkpoint, ends, is_wanted=is_wanted)
+            added = self._add_checkpoint(path[-1], added)
         self.prompts.prune()
-        return made
+        return added
 
-    def _keep_columns(self, path: Sequence[Node], group: int, first: int, ids: np.ndarray) -> None:
+    def _cache_blocks(self, path: Sequence[Node], group: int, first: int, ids: np.ndarray) -> None:
         block, ids = self.policies[group].block, ids.astype(np.intp)  # faster as an index
         for node in path:
             begin, end = node.start // block, node.end // block
             low, high = max(begin, first), min(end, first + ids.size)
             if low >= high:
                 continue
-            here, kept = (
+            here, new = (
                 node.blocks[group][low - begin : high - begin],
                 ids[low - first : high - first],
             )
-            columns = np.arange(low, high)
-            if np.count_nonzero(here):  # some columns have a block already, or had one
-                self._take_over(here, kept, (columns + 1) * block)
+            indices = np.arange(low, high)
+            if np.count_nonzero(here):  # some have a block already, or had one
+                self._take_over(here, new, (indices + 1) * block)
                 fresh = (here <= 0).nonzero()[0]
                 if not fresh.size:
                     continue
-                kept, columns = kept[fresh], columns[fresh]
-                here[fresh] = kept
+                new, indices = new[fresh], indices[fresh]
+                here[fresh] = new
             else:
-                here[:] = kept
-            self._place_of[kept], self._column_of[kept] = self._place(node, group), columns
-            self.read_only_until[kept] = (columns + 1) * block
+                here[:] = new
+            self._owner_of[new], self._index_of[new] = self._owner(node, group), indices
+            self.read_only_until[new] = (indices + 1) * block
 
-    def _take_over(self, here: np.ndarray, made: np.ndarray, ends: np.ndarray) -> bool:
-        """Keeps blocks on the device in place of those with the same content in host memory.
+    def _take_over(self, here: np.ndarray, computed: np.ndarray, ends: np.ndarray) -> bool:
+        """Caches blocks on the device instead of blocks with the same content in host memory.
 
         Args:
-          here: int[N], the blocks that are kept.
-          made: int[N], blocks of a request.
-          ends: int64[N], the positions up to which these have the same content.
+          here: int[N], the cached blocks.
+          computed: int[N], blocks of a request.
+          ends: int64[N], the positions where their equal content ends.
 
         Returns:
           Whether any is taken over.
         """
-        is_new = (here >= self.host_ids) & (self.read_only_until[made] == 0)
+        is_new = (here >= self.host_ids) & (self.read_only_until[computed] == 0)
         at = (is_new & (self.read_only_until[here] <= ends)).nonzero()[0]
         if at.size:
-            ids, into = here[at].astype(np.intp), made[at]
+            ids, into = here[at].astype(np.intp), computed[at]
             self.move(ids, into)
             if self.on_recomputed is not None:
                 self.on_recomputed(ids, into)
         return bool(at.size)
 
-    def _add_checkpoint(self, node: Node, made: Checkpoint) -> Checkpoint | None:
-        known = node.checkpoints.get(made.position)
+    def _add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> Checkpoint | None:
+        known = node.checkpoints.get(checkpoint.position)
         if known is not None and known.is_kept:
-            is_taken = self._take_over(known.blocks, made.blocks, made.ends)
-            self.checkpoints.touch(known, is_wanted=made.is_wanted)
+            is_taken = self._take_over(known.blocks, checkpoint.blocks, checkpoint.ends)
+            self.checkpoints.touch(known, is_wanted=checkpoint.is_wanted)
             return known if is_taken else None
-        node.checkpoints[made.position] = made
-        self._freeze(made)
-        self.checkpoints.add(made)
-        return made
+        node.checkpoints[checkpoint.position] = checkpoint
+        self._freeze(checkpoint)
+        self.checkpoints.add(checkpoint)
+        return checkpoint
 
     def swap_out(self, swapped: Checkpoint) -> None:
-        """Keeps all blocks of a preempted request, until one of them is forgotten."""
+        """Caches all blocks of a preempted request, until one of them is forgotten."""
         self.state = object()
         self._freeze(swapped)
         self.swapped[swapped] = None
 
-    def _freeze(self, made: Checkpoint) -> None:
-        for block_id in made.blocks[made.blocks > 0].tolist():
-            self._of_block.setdefault(block_id, []).append(made)
+    def _freeze(self, checkpoint: Checkpoint) -> None:
+        for block_id in checkpoint.blocks[checkpoint.blocks > 0].tolist():
+            self._of_block.setdefault(block_id, []).append(checkpoint)
             self._is_in_checkpoint[block_id] = True
-            until = max(self.read_only_until.item(block_id), made.until(block_id))
+            until = max(self.read_only_until.item(block_id), checkpoint.until(block_id))
             self.read_only_until[block_id] = until
 
     # --- forgetting -----------------------------------------------------------------
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> list[int]:
-        """Drops a checkpoint, and returns those of its blocks that are no longer kept."""
+        """Drops a checkpoint, and returns its blocks that are no longer cached."""
         self.state = object()
         freed: list[int] = []
         for block_id in checkpoint.blocks[checkpoint.blocks > 0].tolist():
@@ -237,7 +237,7 @@ class PrefixTree:
                 del self._of_block[block_id]
                 self._is_in_checkpoint[block_id] = False
             until = self.read_only_until[block_id] = self._until(block_id)
-            # A request may write on from there, and what it wrote may be kept, too.
+            # A request may write on from there, and what it wrote may be cached, too.
             self.same_before[block_id] = min(self.same_before[block_id], until)
             if not until:
                 freed.append(block_id)
@@ -250,7 +250,7 @@ class PrefixTree:
         """Forgets blocks that are about to be reused.
 
         Returns:
-          Other blocks that are no longer kept, because their checkpoint has lost one of ``ids``.
+          Other blocks that are no longer cached, because their checkpoint has lost one of ``ids``.
         """
         self.state = object()
         ids = ids.astype(np.intp)  # faster as an index
@@ -259,18 +259,18 @@ class PrefixTree:
         for block_id in ids[self._is_in_checkpoint[ids]].tolist():
             for checkpoint in list(self._of_block.get(block_id, ())):
                 freed += self.drop_checkpoint(checkpoint)
-        self._place_of[ids], self.read_only_until[ids] = -1, 0
+        self._owner_of[ids], self.read_only_until[ids] = -1, 0
         return [block_id for block_id in freed if not (ids == block_id).any()]
 
     def _replace(self, ids: np.ndarray, into: np.ndarray) -> None:
-        """Puts other ids, or `EVICTED`, in place of blocks that are kept as whole columns."""
-        order = self._place_of[ids].argsort(kind="stable")
+        """Replaces blocks that are cached as whole blocks by other ids, or by `EVICTED`."""
+        order = self._owner_of[ids].argsort(kind="stable")
         ids, into = ids[order], into[order]
-        places, columns = self._place_of[ids], self._column_of[ids]
-        cuts = (places[1:] != places[:-1]).nonzero()[0] + 1
-        for begin, end in itertools.pairwise([0, *cuts.tolist(), places.size]):
-            if places[begin] >= 0:
-                index, group = divmod(int(places[begin]), len(self.policies))
+        owners, columns = self._owner_of[ids], self._index_of[ids]
+        cuts = (owners[1:] != owners[:-1]).nonzero()[0] + 1
+        for begin, end in itertools.pairwise([0, *cuts.tolist(), owners.size]):
+            if owners[begin] >= 0:
+                index, group = divmod(int(owners[begin]), len(self.policies))
                 node = self.prompts.nodes[index]
                 if node is not None:
                     first = node.start // self.policies[group].block
@@ -279,18 +279,18 @@ class PrefixTree:
     # --- two memories -----------------------------------------------------------------
 
     def move(self, ids: np.ndarray, into: np.ndarray) -> None:
-        """Keeps distinct blocks' content under other ids, to which it moves between two memories.
+        """Caches distinct blocks' content under other ids, as it moves between two memories.
 
         Args:
-          ids: int[N], kept blocks.
-          into: int[N], ids that are not kept.
+          ids: int[N], cached blocks.
+          into: int[N], ids that are not cached.
         """
         self.state = object()
         ids, into = ids.astype(np.intp), into.astype(np.intp)
         self._replace(ids, into)
-        self._column_of[into] = self._column_of[ids]
+        self._index_of[into] = self._index_of[ids]
         for array, empty in (
-            (self._place_of, -1),
+            (self._owner_of, -1),
             (self.read_only_until, 0),
             (self._is_in_checkpoint, False),
         ):

@@ -1,4 +1,4 @@
-"""Layers that store rows of tokens: full, sliding window, chunked, cross, and latent attention."""
+"""Layers that store tokens: full, sliding window, chunked, cross, and latent attention."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ class FullAttentionSpec(LayerSpec):
 
     num_kv_heads: KV heads of one rank.
     head_size: width of K, and of V unless ``head_size_v`` says otherwise.
-    head_size_v: width of V when it differs from K; None: the same.
+    head_size_v: width of V when it differs from K.
     dtype: of the stored elements: a name such as "bf16" or "fp8_e4m3", or a dtype object.
     scale_bytes: bytes of the scale that each K and each V head of a token carries in the
       page, for per-token-head quantisation.
@@ -123,15 +123,15 @@ class CrossAttentionSpec(FullAttentionSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLASpec(LayerSpec):
-    """One compressed latent row per token (DeepSeek-V2's multi-head latent attention).
+    """One compressed latent vector per token (DeepSeek-V2's multi-head latent attention).
 
-    head_size: elements of a row (``kv_lora_rank + qk_rope_head_dim``).
+    head_size: elements of a vector (``kv_lora_rank + qk_rope_head_dim``).
     value_size: leading elements that attention reads as the value (``kv_lora_rank``);
-      None: all of the row.
+      None means all of it.
     dtype: of the stored elements, as for `FullAttentionSpec`.
-    bytes_per_token: bytes of a row when it is not ``head_size`` plain elements, such as 656
+    bytes_per_token: bytes of a vector when it is not ``head_size`` plain elements, such as 656
       for fp8 latents with their scales and a bf16 rope part (``attend(row_packing="fp8_ds_mla")``).
-    compress_ratio: tokens that share one stored row.
+    compress_ratio: tokens that share one stored vector.
     """
 
     head_size: int
@@ -153,18 +153,18 @@ class MLASpec(LayerSpec):
             if self.value_size > self.head_size:
                 raise ValueError(
                     f"value_size={self.value_size} is more than head_size={self.head_size}; the "
-                    "value is a prefix of the row"
+                    "value is a prefix of the vector"
                 )
         if self.block_size % self.compress_ratio:
             raise ValueError(
                 f"block_size={self.block_size} is not a multiple of "
-                f"compress_ratio={self.compress_ratio}; a block must hold whole rows"
+                f"compress_ratio={self.compress_ratio}; a block must hold whole vectors"
             )
         super().__post_init__()
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one stored row."""
+        """Bytes of one stored vector."""
         return self.bytes_per_token or packed_bytes(self.head_size, self.dtype)
 
     @property
@@ -182,7 +182,7 @@ class MLASpec(LayerSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlidingWindowMLASpec(MLASpec):
-    """Latent rows, or compressor state, of the last ``sliding_window`` tokens only."""
+    """Latent vectors, or compressor state, of the last ``sliding_window`` tokens only."""
 
     sliding_window: int
     kind: ClassVar[str] = "sliding_mla"

@@ -49,7 +49,7 @@ class LayerSpec(abc.ABC):
 
     block_size: tokens per block.
     page_bytes_padded: bytes reserved per page when that is more than the data, so that pages
-      of different layers line up in one pool. None: no padding.
+      of different layers line up in one pool; None for no padding.
     page_alignment_bytes: pages are rounded up to a multiple of this.
     """
 

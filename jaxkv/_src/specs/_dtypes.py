@@ -30,7 +30,7 @@ def canonical_dtype(dtype: Any, argument: str = "dtype") -> str:
     Args:
       dtype: jax's own name, a short alias such as "bf16", or a dtype object: anything with a
         ``name``, or a scalar type such as ``jnp.bfloat16``.
-      argument: the name by which an error calls it.
+      argument: its name, for errors.
 
     Raises:
       ValueError: the dtype is not one that a cache page can hold.

@@ -1,6 +1,6 @@
 """The blocks that a request must hold as it grows: one rule per kind of layer. No jax.
 
-The planner, the host's books and the device's tables all call it, with ints, NumPy arrays or
+The planner, the block manager and the device's tables all call it, with ints, NumPy arrays or
 jax arrays.
 """
 
@@ -30,7 +30,7 @@ def first_visible_token(position: Any, window: Any, chunk: Any, xp: Any = None) 
     Args:
       position: int or integer array, at least 0.
       window: tokens of a sliding window, the token itself included; `INT32_MAX`: no window.
-      chunk: tokens of an attention chunk; `INT32_MAX` or None: no chunks.
+      chunk: tokens of an attention chunk; `INT32_MAX` or None without chunks.
       xp: `jax.numpy`, or None for NumPy.
     """
     xp = xp or _numpy()
@@ -41,9 +41,9 @@ def first_visible_token(position: Any, window: Any, chunk: Any, xp: Any = None) 
 
 
 class LiveColumns(NamedTuple):
-    """Columns of a block-table row that a request must hold: ``first .. end - 1`` and ``source``.
+    """The logical blocks that a request needs: ``first .. end - 1`` and ``source``.
 
-    source: column of the recurrent state that the next token resumes from; -1 for none. It
+    source: the recurrent state that the next token resumes from; -1 for none. It
       may lie inside the range. Always -1 for groups that store tokens.
     """
 
@@ -53,35 +53,35 @@ class LiveColumns(NamedTuple):
 
 
 class _Columns:
-    """Columns that rows hold, of a `Growth` or, as arrays, of the several in a `GrowthTable`."""
+    """Logical blocks that requests need, of a `Growth` or, as arrays, of a `GrowthTable`."""
 
     def first_visible(self: Any, position: Any, xp: Any = None) -> Any:
         """Returns the oldest position that a token attends to; see `first_visible_token`."""
         return first_visible_token(position, self.window, self.chunk, xp)
 
     def first_column(self: Any, num_computed_tokens: Any, xp: Any = None) -> Any:
-        """Returns the column of the oldest token that the next one attends to."""
+        """Returns the logical block of the oldest token that the next one attends to."""
         return self.first_visible(num_computed_tokens, xp) // self.column_tokens
 
     def end_column(self: Any, num_tokens: Any) -> Any:
-        """Returns one past the last column of rows of at least one token."""
+        """Returns one past the last logical block of requests of at least one token."""
         end = cdiv(num_tokens, self.column_tokens)
         return end + self.speculative_blocks if self.has_drafts else end
 
     def source_column(self: Any, num_computed_tokens: Any) -> Any:
-        """Returns the column of the state that the next token resumes from; -1 for none."""
+        """Returns the logical block of the state that the next token resumes from; -1 for none."""
         return cdiv(num_computed_tokens, self.column_tokens) - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth(_Columns):
-    """The rule by which a request takes and drops blocks.
+    """The rule that says which blocks a request needs as it grows.
 
-    Layers of equal growth may share a block table. A *column* is an index into a row of that
-    table: the block of position ``p`` stands in column ``p // block_size`` for as long as the
+    Layers of equal growth may share a block table. A *logical block* is an index into a row of
+    that table: the block of position ``p`` stands at ``p // block_size`` for as long as the
     request holds it.
 
-    kind: "full" (latent rows included), "sliding", "chunked", "state" or "cross".
+    kind: "full" (latent vectors included), "sliding", "chunked", "state" or "cross".
     block_size: tokens per block.
     window, chunk: tokens, for "sliding" and "chunked"; `INT32_MAX` for the other kinds.
     cache_mode, speculative_blocks: as for `StateSpec`.
@@ -98,7 +98,7 @@ class Growth(_Columns):
 
     @property
     def stores(self) -> Stores:
-        """The content of a block: tokens' rows, a recurrent state, or the encoder's rows."""
+        """The content of a block: tokens, a recurrent state, or the encoder's tokens."""
         if self.kind == "state":
             return "state"
         return "encoder" if self.kind == "cross" else "tokens"
@@ -115,14 +115,14 @@ class Growth(_Columns):
 
     @property
     def column_tokens(self) -> int:
-        """Tokens that a column stands for; `INT32_MAX`: every row holds the same columns."""
+        """Tokens of a logical block; `INT32_MAX`: the same blocks for every length."""
         fixed = self.stores == "state" and self.cache_mode == "none"
         return INT32_MAX if fixed else self.block_size
 
     def live_columns(
         self, num_computed_tokens: Any, num_tokens: Any, encoder_tokens: Any = 0, xp: Any = None
     ) -> LiveColumns:
-        """Returns the columns that a request must hold to compute its next tokens.
+        """Returns the logical blocks that a request needs to compute its next tokens.
 
         Args:
           num_computed_tokens: tokens of the request that are in the cache.
@@ -144,7 +144,7 @@ class Growth(_Columns):
         return LiveColumns(self.source_column(num_computed_tokens), first, end)
 
     def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = None) -> Any:
-        """Returns the first column that a step's table lists; see `StepBatch.kernel_block_tables`.
+        """Returns the first logical block in a step's table (`StepBatch.kernel_block_tables`).
 
         For tokens, the block of the first visible token. For a state, the block that the
         state after the next token belongs to.
@@ -154,7 +154,7 @@ class Growth(_Columns):
         return self.live_columns(num_computed_tokens, num_tokens, 0, xp).first
 
     def step_columns(self, query_len: int, seq_len: int, encoder_tokens: int) -> int:
-        """Returns the most columns that a step's table lists for requests of these sizes.
+        """Returns the most logical blocks that a step's table lists for requests of these sizes.
 
         Args:
           query_len: most tokens of one request that the step computes.
@@ -171,7 +171,7 @@ class Growth(_Columns):
     def live_blocks(
         self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
     ) -> Sequence[int]:
-        """Returns the columns of `live_columns`, ascending and without repeats."""
+        """Returns the logical blocks of `live_columns`, ascending and without repeats."""
         source, first, end = map(
             int, self.live_columns(num_computed_tokens, num_tokens, encoder_tokens)
         )
@@ -194,12 +194,12 @@ class Growth(_Columns):
                 # A window that starts mid-block touches one block more than it fills, up to
                 # all blocks of the request. vLLM 0.33 omits that cap and so rejects requests
                 # about as long as the window.
-                held = min(self.window - 1 + in_flight_tokens, num_tokens)
-                return min(cdiv(held, b) + 1, whole)
+                live = min(self.window - 1 + in_flight_tokens, num_tokens)
+                return min(cdiv(live, b) + 1, whole)
             case "chunked":
-                held = min(self.chunk + in_flight_tokens, num_tokens)
+                live = min(self.chunk + in_flight_tokens, num_tokens)
                 straddle = self.chunk % b != 0  # the chunk starts mid-block
-                return min(cdiv(held, b) + straddle, whole)
+                return min(cdiv(live, b) + straddle, whole)
             case "state":
                 running = {"none": 1, "align": 2, "all": whole}
                 return running[self.cache_mode] + self.speculative_blocks
@@ -232,7 +232,7 @@ class Growth(_Columns):
         return most + batch * self.speculative_blocks
 
     def row_blocks(self, num_tokens: int, encoder_tokens: int) -> int:
-        """Returns the columns of a block-table row that a request of this length needs.
+        """Returns the number of logical blocks of a request of this length.
 
         Args:
           num_tokens: the request's length at its end.
@@ -249,13 +249,13 @@ class GrowthTable(_Columns):
     """The growth of G groups, for N rows at once; arrays are int64[G, N]. NumPy only.
 
     growths: of the groups.
-    column_tokens, window, chunk, speculative_blocks: int64[G, 1], as for `Growth`; columns count
+    column_tokens, window, chunk, speculative_blocks: int64[G, 1], as for `Growth`; blocks count
       the tokens of all ranks of context parallelism, and ``chunk`` is None without chunks.
     aligned: int64[...], indices of the groups with "align" states.
     crossed: int64[...], indices of the groups that store encoder tokens.
     drafted: indices of the groups with "all" states that have blocks for drafts.
-    has_drafts: whether rows hold columns for the states of drafts.
-    has_windows: whether rows give back blocks that no later token reads.
+    has_drafts: whether requests need blocks for the states of drafts.
+    has_windows: whether requests free blocks that no later token reads.
     """
 
     def __init__(self, growths: Sequence[Growth], *, context_parallel: int = 1):
@@ -277,7 +277,7 @@ class GrowthTable(_Columns):
         self.has_windows = "sliding" in kinds or "chunked" in kinds
 
     def aligned_columns(self, num_computed_tokens: Any, num_tokens: Any) -> LiveColumns:
-        """Returns the columns that rows must hold in the groups of ``aligned``; see `Growth`.
+        """Returns the logical blocks needed in the groups of ``aligned``; see `Growth`.
 
         Args:
           num_computed_tokens, num_tokens: int64[N], tokens before and after a step.
@@ -286,18 +286,18 @@ class GrowthTable(_Columns):
         source = self.source_column(num_computed_tokens)[self.aligned]
         return LiveColumns(source, end - 1 - self.speculative_blocks[self.aligned], end)
 
-    def needs_no_change_until(self, num_computed_tokens: Any, held: Any) -> Any:
-        """Returns the number of tokens up to which rows hold what they must, int64[N].
+    def needs_no_change_until(self, num_computed_tokens: Any, allocated: Any) -> Any:
+        """Returns the number of tokens that the allocated blocks are enough for, int64[N].
 
         Args:
           num_computed_tokens: int64[N], tokens in the cache when the step begins.
-          held: int64[3, G, N], source, first and end of the columns that the rows hold.
+          allocated: int64[3, G, N], source, first and end of the allocated logical blocks.
         """
         np = _numpy()
-        first, end = held[1], held[2]  # unpacking an array takes several times as long
+        first, end = allocated[1], allocated[2]  # unpacking an array takes several times as long
         until = end - self.speculative_blocks if self.has_drafts else end
         until = until * self.column_tokens
-        if self.has_windows:  # the first held block leaves the window, or a new chunk begins
+        if self.has_windows:  # the first block leaves the window, or a new chunk begins
             left = (first + 1) * self.column_tokens
             left += self.window - 1
             np.minimum(until, left, out=until)
@@ -307,7 +307,7 @@ class GrowthTable(_Columns):
         if self.crossed.size:
             until[self.crossed] = INT32_MAX
         if self.aligned.size:  # the old source is dropped once the newest block is the source
-            source, first = held[0, self.aligned], first[self.aligned]
+            source, first = allocated[0, self.aligned], first[self.aligned]
             then = first * self.column_tokens[self.aligned] + 1
             until[self.aligned] = np.where(
                 source != first, np.minimum(until[self.aligned], then), until[self.aligned]

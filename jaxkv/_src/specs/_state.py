@@ -26,14 +26,14 @@ class StateSpec(LayerSpec):
     """A recurrent state (mamba, gated delta net, linear attention): one page at any length.
 
     A request never reads a state that it did not write: `jaxkv.read_state` returns zeros for
-    a request that has computed nothing, whatever its block held before.
+    a request that has computed nothing, whatever its block contained before.
 
-    The columns of a request's row, with ``last`` the block of its newest token:
+    The logical blocks of a request, with ``last`` the one of its newest token:
 
-    - ``"none"``: column 0 holds the running state, whatever the length; drafts follow it.
-    - ``"align"``: column ``last`` holds the running state, drafts follow it, and the column
+    - ``"none"``: block 0 has the running state, whatever the length; drafts follow it.
+    - ``"align"``: block ``last`` has the running state, drafts follow it, and the block
       of the newest computed token keeps the state that the step resumes from.
-    - ``"all"``: every column keeps the state at the end of its block.
+    - ``"all"``: every block has the state at its end.
 
     shapes, dtypes: the arrays of one state, stored back to back in one page.
     cache_mode: ``"none"``, ``"align"`` or ``"all"``, as above. The latter two keep states at
@@ -151,7 +151,7 @@ def mamba2_state(
 
     Raises:
       ValueError: heads that do not divide among the ranks, or groups that do not either and of
-        whose number that of the ranks is no multiple.
+        whose number does not divide the number of ranks.
     """
     check_positive(num_heads=num_heads, head_size=head_size, state_size=state_size)
     groups = _per_rank("num_groups", num_groups, tensor_parallel) * tensor_parallel

@@ -17,7 +17,7 @@ class Matrix(NamedTuple):
 
     name: name of the module, as in a configuration's list of modules that are not quantised.
     outputs, inputs: shape of one matrix.
-    role: place in the model.
+    role: its part in the model.
     count: number of such matrices, for example one for each expert.
     max_ranks: most tensor-parallel ranks among which it divides; `WHOLE`: each has all of it;
       None: any number. Of keys and values it is the number of KV heads, as each rank has one.
@@ -51,7 +51,7 @@ def feed_forward(
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields of a configuration, for which families have several names.
+    """The fields of a configuration, which have several names among families.
 
     model_type: the model type that errors name.
     values: field -> value.

@@ -59,7 +59,7 @@ def indexer(fields: Fields, name: str) -> Iterable[Matrix]:
 
 
 def deepseek_v4(fields: Fields, name: str, ratio: int) -> Iterable[Matrix]:
-    """Yields the attention matrices of a DeepSeek-V4 layer with ``ratio`` tokens per row."""
+    """Yields the attention matrices of a DeepSeek-V4 layer with ``ratio`` tokens per vector."""
     hidden, heads = fields.hidden, fields.number(*HEADS)
     width, rank = fields.number("head_dim"), fields.number("q_lora_rank")
     groups, low = fields.number("o_groups", least=1), fields.number("o_lora_rank")

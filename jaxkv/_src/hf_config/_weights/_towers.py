@@ -67,7 +67,7 @@ def _conformer(fields: Fields, text_width: int) -> Iterable[Matrix]:
 def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
     """Yields the matrices of an encoder of images, and of the projector behind it."""
     width = fields.number("hidden_size")
-    if fields.model_type == "qwen2_vl":  # its hidden_size is that of the language model
+    if fields.model_type == "qwen2_vl":  # its hidden_size belongs to the language model
         width = fields.number("embed_dim", default=width)
     depth = fields.number("depth", "num_hidden_layers", "vt_num_hidden_layers")
     ratio = fields.first("mlp_ratio")

@@ -22,8 +22,8 @@ def layer_specs(
       kv_cache_config: vLLM's object, or a mapping with its fields.
       kv_dtype: dtype of elements that vLLM calls fp8 and stores as bytes: "fp8_e4m3", which is
         its "fp8", or "fp8_e5m2".
-      value_size: leading elements of a latent row that attention reads as the value
-        (``kv_lora_rank``), because vLLM's specs do not hold it; None: the whole row.
+      value_size: leading elements of a latent vector that attention reads as the value
+        (``kv_lora_rank``), because vLLM's specs do not have it; by default the whole vector.
 
     Raises:
       TypeError: a missing field.
@@ -48,13 +48,13 @@ def plan_from_config(
 ) -> Plan:
     """Returns vLLM's plan as a `Plan`: the same groups, and the same number of blocks.
 
-    The place of each layer inside of a block may differ from vLLM's; see ``plan.layout``.
+    The location of each layer inside a block may differ from vLLM's; see ``plan.layout``.
 
     Args:
       kv_cache_config: vLLM's object or a mapping with its fields; or a list of one per worker.
       max_model_len: longest request, in tokens: ``model_config.max_model_len`` of vLLM.
       fit_max_model_len: shorten ``max_model_len`` to the longest that fits. vLLM counts windows and
-        chunks differently, and may admit a request for which blocks run out.
+        chunks differently, and may admit a request that runs out of blocks.
       limits: the most that the scheduler asks of one step: ``max_in_flight_tokens`` of vLLM's
         config. None: the defaults of `Limits`.
       kv_dtype, value_size: as for `layer_specs`.

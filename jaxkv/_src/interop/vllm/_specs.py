@@ -84,14 +84,14 @@ def _mla(fields: SpecFields, kv_dtype: str | None, value_size: int | None) -> La
     for name in ("sliding_window", "attention_chunk_size"):
         fields.refuse(name, KEEPS_ALL)
     fields.refuse("non_causal", "attends to later tokens, which jaxkv.attend does not")
-    return MLASpec(**_latent_rows(fields, kv_dtype, value_size))
+    return MLASpec(**_latent_vectors(fields, kv_dtype, value_size))
 
 
 def _sliding_mla(fields: SpecFields, kv_dtype: str | None, value_size: int | None) -> LayerSpec:
     _refuse_retained(fields)
     fields.refuse("bounded_replay", "computes a window again after a prefix hit; plan without it")
     window = fields.count("sliding_window")
-    rows = _latent_rows(fields, kv_dtype, value_size)
+    rows = _latent_vectors(fields, kv_dtype, value_size)
     return SlidingWindowMLASpec(sliding_window=window, **rows)
 
 
@@ -141,7 +141,7 @@ def _keys_and_values(fields: SpecFields, kv_dtype: str | None) -> dict[str, Any]
     if fields.get("tokens_per_state", 1) != 1:
         raise ValueError(
             f"{fields.what}: tokens_per_state={fields.get('tokens_per_state')} is not 1, and every "
-            "row of keys and values in jaxkv is of one token"
+            "key and value in jaxkv is of one token"
         )
     mode = _quant_mode(fields)
     dtype = "nvfp4" if mode == "NVFP4" else _element_dtype(fields, mode, kv_dtype)
@@ -163,12 +163,14 @@ def _keys_and_values(fields: SpecFields, kv_dtype: str | None) -> dict[str, Any]
     }
 
 
-def _latent_rows(
+def _latent_vectors(
     fields: SpecFields, kv_dtype: str | None, value_size: int | None
 ) -> dict[str, Any]:
     """Returns the fields of `MLASpec`."""
     if fields.count("num_kv_heads") != 1 or fields.get("head_size_v", 0):
-        raise ValueError(f"{fields.what} has several heads or values; a latent row is one vector")
+        raise ValueError(
+            f"{fields.what} has several heads or values; latent attention stores one vector"
+        )
     _check_layout(fields, 1)
     ratio, head_size = fields.get("tokens_per_state", 1), fields.count("head_size")
     if not isinstance(ratio, int):

@@ -19,15 +19,15 @@ def split(
     return list(zip(tables, zeroed, strict=True))
 
 
-def _split_entries(entries: Sequence[TableEntry], room: int) -> Iterator[list[TableEntry]]:
-    """Yields the entries in parts of at most ``room`` ids."""
+def _split_entries(entries: Sequence[TableEntry], budget: int) -> Iterator[list[TableEntry]]:
+    """Yields the entries in parts of at most ``budget`` ids."""
     part: list[TableEntry] = []
-    left = room
+    left = budget
     for entry in entries:
         starts, ids = list(entry.starts or (0,) * len(entry.block_ids)), list(entry.block_ids)
         while True:
             sizes = [len(of_group) for of_group in ids]
-            counts = _fill(sizes, left) if room else sizes  # which `pack_step` refuses
+            counts = _fill(sizes, left) if budget else sizes  # which `pack_step` refuses
             taken = [of_group[:n] for of_group, n in zip(ids, counts, strict=True)]
             part.append(TableEntry(entry.row, taken, tuple(starts)))
             left -= sum(counts)
@@ -37,24 +37,24 @@ def _split_entries(entries: Sequence[TableEntry], room: int) -> Iterator[list[Ta
                 break
             yield part
             part = []
-            left = room
+            left = budget
     if part:
         yield part
 
 
-def _split_ids(ids: Sequence[Sequence[int]], room: int) -> Iterator[list[list[int]]]:
+def _split_ids(ids: Sequence[Sequence[int]], budget: int) -> Iterator[list[list[int]]]:
     rest = [list(of_group) for of_group in ids]
     while any(rest):
-        counts = _fill([len(of_group) for of_group in rest], room)
+        counts = _fill([len(of_group) for of_group in rest], budget)
         counts = counts if any(counts) else [len(of_group) for of_group in rest]
         yield [of_group[:n] for of_group, n in zip(rest, counts, strict=True)]
         rest = [of_group[n:] for of_group, n in zip(rest, counts, strict=True)]
 
 
-def _fill(sizes: Sequence[int], room: int) -> list[int]:
-    """Returns how much of each size fits into the room, filled in order."""
+def _fill(sizes: Sequence[int], budget: int) -> list[int]:
+    """Returns how much of each size fits into the budget, filled in order."""
     counts = []
     for size in sizes:
-        counts.append(min(size, room))
-        room -= counts[-1]
+        counts.append(min(size, budget))
+        budget -= counts[-1]
     return counts

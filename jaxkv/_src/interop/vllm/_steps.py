@@ -28,14 +28,14 @@ class StepChanges(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The row and the block ids of a request, as a worker of vLLM would hold them."""
+    """The row and the block ids of a request, as in a worker of vLLM."""
 
     row: int
     ids: Ids
 
 
 class _NewBlocks(NamedTuple):
-    """New block ids of a request, and the column of the first one, per group."""
+    """New block ids of a request, and the logical index of the first one, per group."""
 
     request: str
     num_computed_tokens: int
@@ -77,7 +77,7 @@ class SchedulerTables:
 
         Finished and preempted requests lose their rows; other requests without work keep theirs.
         Fresh blocks are zeroed by ``plan.groups_to_zero``, because vLLM zeroes by another rule; of
-        ``new_block_ids_to_zero`` only blocks that a request already held (a failed load) count.
+        ``new_block_ids_to_zero`` only blocks that a request already had (a failed load) count.
         ``num_computed_tokens`` is the scheduler's; with asynchronous scheduling and drafts, vLLM's
         workers correct it, and so must you.
 
@@ -102,7 +102,7 @@ class SchedulerTables:
     ) -> tuple[Upload, ...]:
         """Applies a step to the tables and packs it into uploads, the last with the requests.
 
-        A prefix hit may list more blocks than the shape has room for. Earlier uploads, without
+        A prefix hit may list more blocks than fit into the shape. Earlier uploads, without
         requests, then bring the first of them: apply all uploads in order with the same compiled
         step, and discard the results of the earlier ones.
 
@@ -124,7 +124,7 @@ class SchedulerTables:
         return tuple(uploads)
 
     def _next(self, output: Any) -> tuple[StepChanges, dict[str, _Held]]:
-        """Returns a step, and the held blocks after it."""
+        """Returns a step, and the allocated blocks after it."""
         held = dict(self._held)
         preempted = get(output, "preempted_req_ids", None) or ()
         for request in (*get(output, "finished_req_ids"), *preempted):
@@ -203,7 +203,7 @@ class SchedulerTables:
         return [[block for block in ids if block not in kept] for ids in zeroed]
 
     def _first_without_content(self, group: int, num_computed_tokens: int) -> int:
-        """Returns the first column without content of a request's computed tokens."""
+        """Returns the first logical block without content of a request's computed tokens."""
         growth = self._plan.groups[group].growth
         at_once = growth.stores == "state" and growth.cache_mode == "none"
         if at_once or growth.stores == "encoder":  # the first step writes all of it
@@ -219,8 +219,8 @@ class SchedulerTables:
     ) -> list[list[tuple[int, int]]]:
         """Returns the block copies by group: the group of the new target, or of the source.
 
-        A row still lists blocks that its request has given back, so the group of a source is that
-        of the columns that its request reads in this step.
+        A row still lists blocks that its request has freed, so the group of a source is the one
+        whose blocks its request reads in this step.
         """
         copies: list[list[tuple[int, int]]] = [[] for _ in self._plan.groups]
         pairs = read_copies(output)
