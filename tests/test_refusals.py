@@ -324,7 +324,7 @@ def traced(call: Callable[..., Any]) -> Callable[..., Any]:
     return trace
 
 
-ROOMS: dict[str, Callable[[Served], Iterator[Call]]] = {
+PACKAGES: dict[str, Callable[[Served], Iterator[Call]]] = {
     "planning": of_planning,
     "host": of_host,
     "device": of_device,
@@ -390,12 +390,12 @@ def least_of(call: Callable[..., Any], name: str) -> int:
     return LEAST.get(f"{call.__qualname__}.{name}", LEAST.get(name, 1))
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_what_is_wrong_is_refused_by_its_name_and_changes_nothing(
-    room: str, served: Served
+    package: str, served: Served
 ) -> None:
     problems = []
-    for call, arguments in ROOMS[room](served):
+    for call, arguments in PACKAGES[package](served):
         known = {n: kinds(p.annotation) for n, p in inspect.signature(call).parameters.items()}
         for name, types_of in known.items():
             named = rf"\b({name}|request)\b" if Hashable in types_of else rf"\b{name}\b"
