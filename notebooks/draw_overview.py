@@ -1,4 +1,4 @@
-"""Draws ``overview.svg``, the picture of README.md, from the books of a real manager."""
+"""Draws ``overview.svg``, the picture of README.md, from a real block manager."""
 
 import pathlib
 from collections.abc import Sequence
@@ -56,15 +56,15 @@ class Picture:
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            'font-family="Helvetica, Arial, sans-serif" role="img" aria-label="Requests become '
-            "block ids in the books of the host, one upload of integers per step, block tables "
-            'and a pool of bytes on the device, and attention over them.">'
+            'font-family="Helvetica, Arial, sans-serif" role="img" aria-label="The block manager '
+            "maps requests to cache blocks, one int32 array per step updates block tables and pool "
+            'on the GPU, and attention reads both.">'
             f'<defs>{head}</defs><rect width="{WIDTH}" height="{HEIGHT}" rx="12" fill="#ffffff"/>'
             f"{''.join(self.parts)}</svg>\n"
         )
 
 
-def books() -> tuple[dict[str, tuple[int, ...]], np.ndarray]:
+def run_steps() -> tuple[dict[str, tuple[int, ...]], np.ndarray]:
     """Returns the blocks of three requests, two of which begin alike, and the last upload."""
     spec = jaxkv.FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8)
     plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=16, num_blocks_override=13)
@@ -80,7 +80,7 @@ def books() -> tuple[dict[str, tuple[int, ...]], np.ndarray]:
 
 
 def main() -> None:
-    blocks, upload = books()
+    blocks, upload = run_steps()
     shared = set(blocks["a"]) & set(blocks["b"])
     picture = Picture()
     picture.text(20, 36, "One step of three requests; b begins as a does", 19, font_weight="bold")
@@ -92,7 +92,7 @@ def main() -> None:
         picture.text(62, y + 18, f"{count + (name == 'a')} tokens", 14)
 
     picture.panel(
-        204, 186, "Books", "BlockManager, Scheduler", ["who holds which block,", "shared prefixes"]
+        204, 186, "Block manager", "on the host", ["maps requests to blocks,", "shares prefixes"]
     )
     for i, (name, ids) in enumerate(blocks.items()):
         y = 124 + 56 * i
@@ -121,7 +121,7 @@ def main() -> None:
         x, y = 564 + 31 * (block % 7), 222 + 36 * (block // 7)
         fill = "#ffffff" if block in shared or block not in owner else COLOURS[owner[block]]
         picture.box(x, y, fill if block else "#c9ced4", block)
-        if block in shared:  # held by a and b
+        if block in shared:  # of a and b
             for k, name in enumerate("ab"):
                 picture.parts.append(
                     f'<rect x="{x + 2 + 11 * k:g}" y="{y + 21}" width="11" height="4" '

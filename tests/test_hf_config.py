@@ -41,7 +41,7 @@ class Row(NamedTuple):
     """One model as vLLM 0.33 plans it in 40 GiB.
 
     groups: layers@block of every group, sorted.
-    zero: whether groups overlay bytes of another meaning.
+    zero: whether groups reuse blocks of another format.
     longest: the longest request that fits, when that is less than the model's own length.
     """
 

@@ -348,7 +348,7 @@ def test_requests_never_get_the_blocks_of_sinks() -> None:
 @pytest.mark.parametrize(
     ("zero_policy", "flags", "text"),
     [
-        ("when_needed", (True, False, True), "yes: groups 0, 2 overlay bytes of another meaning"),
+        ("when_needed", (True, False, True), "yes: groups 0, 2 reuse blocks of another format ("),
         ("always", (True, True, True), 'yes: zero_policy="always"'),
         ("never", (False, False, False), 'no: zero_policy="never"'),
     ],
@@ -570,7 +570,7 @@ def test_a_plan_prints_itself_in_eight_lines(layers: Layers, limits: Limits, spa
 # What a plan says of two workers with blocks of other sizes, sinks, and windows with padding.
 IN_BOTH = {
     "groups": "1 x (3 full @ 4) + 1 x (3 sliding @ 4)",
-    "zero new blocks": "yes: groups 0, 1 overlay bytes of another meaning",
+    "zero new blocks": "yes: groups 0, 1 reuse blocks of another format (needs no action)",
 }
 IN_TEXT = IN_BOTH | {
     "layers": "6 with a cache",

@@ -86,7 +86,7 @@ def _describe_zeroing(zero_policy: str, groups_to_zero: Sequence[bool]) -> str:
     if not any(groups_to_zero):
         return "no: every block keeps one meaning"
     listed = ", ".join(str(i) for i, needed in enumerate(groups_to_zero) if needed)
-    return f"yes: groups {listed} overlay bytes of another meaning"
+    return f"yes: groups {listed} reuse blocks of another format (needs no action)"
 
 
 def _describe_choice(compared: Sequence[GroupingFigures], num_tokens: int) -> str:
