@@ -156,7 +156,7 @@ def place(*, num_blocks: int, num_layers: int, layer: int, page_offset_bytes: in
 
 
 def of_host(s: Served) -> Iterator[Call]:
-    """Yields the books, the scheduler, and what packs a step."""
+    """Yields the block manager, the scheduler, and what packs a step."""
     numbers = {"forks": 0, "cached_tokens": 0, "extra": 0, "shared_prefixes": 0}
     flags = {"token_ids": False, "reproducible": False}
     yield jaxkv.StepShape.for_plan, {"plan": PLAN} | SIZES | numbers | flags
