@@ -149,7 +149,7 @@ def test_with_an_override_groupings_compare_by_bytes() -> None:
     assert request_bytes(least, 20) <= request_bytes(rule, 20)
 
 
-def test_the_bytes_of_a_request_are_those_of_all_workers() -> None:
+def test_the_bytes_of_a_request_count_all_workers() -> None:
     """The grouping with the fewest bytes on the widest worker takes 5,632 bytes, this one 5,120."""
     layers = by_name([full(block_size=4)] + [sliding(block_size=4, num_kv_heads=1)] * 5)
     workers = [dict(part) for part in itertools.batched(layers.items(), 3)]
@@ -276,7 +276,7 @@ def promised(text: str) -> tuple[int, int, int]:
     return now, length, then
 
 
-def test_small_blocks_are_those_of_all_layers_whose_blocks_need_not_hold_whole_rows() -> None:
+def test_layers_whose_blocks_need_no_whole_vectors_get_small_blocks() -> None:
     layers = {
         **{make.__name__: make(block_size=64) for make in (full, sliding, chunked, cross, mla)},
         **{"state": state(page_bytes_padded=4096), "padded": full(page_bytes_padded=4096)},
@@ -315,7 +315,7 @@ def test_twice_the_requests_are_no_warning_yet(then: int, warns: bool, monkeypat
     ],
     ids=["padded", "large"],
 )
-def test_blocks_by_hand_that_cost_most_requests_are_warned_of(attention, request_len) -> None:
+def test_blocks_by_hand_that_cost_most_requests_get_a_warning(attention, request_len) -> None:
     layers = hybrid(**attention)
     options: dict[str, Any] = {"max_model_len": 32768, "request_len": request_len}
     plan = plan_cache(layers, 80 * GIB, **options)

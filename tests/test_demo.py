@@ -40,7 +40,7 @@ def served_by(kv_dtype: str) -> Served:
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "fp8_e4m3"])
-def test_what_is_served_is_what_the_model_says_without_a_cache(kv_dtype: str) -> None:
+def test_served_logprobs_equal_the_model_without_a_cache(kv_dtype: str) -> None:
     """With prompts found in the cache and requests preempted, and one compilation per shape."""
     engine = served_by(kv_dtype).engine
     outputs = list(engine.generate(PROMPTS, SAMPLINGS))
@@ -96,7 +96,7 @@ TINY |= {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rope_theta": 1
 TINY |= {"linear_key_head_dim": 3, "linear_value_head_dim": 5, "rms_norm_eps": 0.01}
 
 
-def test_the_model_is_the_one_it_is_said_to_be() -> None:
+def test_the_model_equals_its_definition_in_numpy() -> None:
     """The demo compares with the same arithmetic, which this compares with NumPy."""
     config = CONFIG | TINY
     layers = jaxkv.layers_from_config(config, kv_dtype="f32")

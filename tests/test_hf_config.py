@@ -674,7 +674,7 @@ def test_a_field_that_is_named_harmless_would_be_refused_otherwise() -> None:
         assert layers_from_config(llama(**{name: 1})) == layers_from_config(llama()), name
 
 
-def test_the_dtype_of_the_text_model_comes_before_that_of_its_wrapper() -> None:
+def test_the_dtype_of_the_text_model_comes_before_its_wrapper() -> None:
     text = load_config("gemma-3-4b")["text_config"]
     text = {k: v for k, v in text.items() if k != "torch_dtype"} | {"dtype": "float32"}
     wrapper = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}

@@ -324,7 +324,7 @@ def test_class_defaults_are_read_as_transformers_fills_its_cache(model_type: str
         assert model_len(config) == length
 
 
-def test_the_values_that_a_class_assumes_are_those_of_transformers() -> None:
+def test_a_class_assumes_the_values_of_transformers() -> None:
     assumed = {
         (model_type, name): value
         for model_type, family in FAMILIES.items()

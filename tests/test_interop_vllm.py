@@ -38,7 +38,7 @@ WINDOWS = "windows, a shared prefix and preemption"
 STATES = "states that are kept, and resumed from a prefix"
 INSIDE = "states, a prefix that ends inside of a block"
 # Bytes of a block that vLLM adds so that strides are aligned: here, 3 pages of 72 to 128 KiB.
-PADDING = {"latent rows in aligned strides": 3 * 56 * 2**10}
+PADDING = {"latent vectors in aligned strides": 3 * 56 * 2**10}
 OPTIONS = {"kv_dtype": "fp8_e4m3", "value_size": 512}
 
 Data = dict[str, Any]
@@ -141,7 +141,7 @@ def test_every_kind_of_layer_becomes_its_counterpart() -> None:
     assert scaled == dataclasses.replace(fp8, scale_bytes=4)
     rows = {
         (s.head_size, s.value_size, s.dtype, s.bytes_per_token, s.compress_ratio)
-        for name in ("latent rows", "deepseek v3.2", "deepseek v4")
+        for name in ("latent vectors", "deepseek v3.2", "deepseek v4")
         for s in specs_of(name)
         if isinstance(s, MLASpec) and s.kind == "mla"
     }
@@ -167,7 +167,7 @@ def specs_or_none(name: str) -> list[LayerSpec]:
     return specs_of(name) if len(CASES[name]["configs"]) == 1 else []
 
 
-def test_the_physical_order_is_that_of_vllm() -> None:
+def test_the_physical_order_is_read_from_vllm() -> None:
     names = ("full", "full and windows, heads outermost", "full and windows, blocks outermost")
     orders = [cache_order(CASES[name]["configs"][0]) for name in names]
     assert orders == ["LBNHC", "LHBNC", "BHLNC"]
@@ -294,7 +294,8 @@ def in_stage(stage: int, **fields: Any) -> Callable[[], object]:
     return lambda: plan_of(CASES["two pipeline stages"], configs)
 
 
-FULL, SLIDING, MLA, STATE = ("full", 0), ("full and windows", 0), ("latent rows", 0), ("states", 0)
+FULL, SLIDING, MLA = ("full", 0), ("full and windows", 0), ("latent vectors", 0)
+STATE = "states", 0
 EMPTY = CASES["full"]["configs"][0]["kv_cache_groups"][0] | {"layer_names": []}
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a class without a counterpart": (
@@ -305,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a window that keeps all": (changed(*FULL, "sliding_window", 8), "sliding_window=8 keeps the"),
     "chunks that keep all": (changed(*FULL, "attention_chunk_size", 8), "attention_chunk_size=8"),
     "no causal mask": (changed(*FULL, "non_causal", True), "non_causal=True attends to later"),
-    "latent rows without it": (changed(*MLA, "non_causal", True), "non_causal=True"),
+    "latent vectors without it": (changed(*MLA, "non_causal", True), "non_causal=True"),
     "packed heads": (changed(*FULL, "num_head_slots", 4), "num_head_slots=4 packs its 2 heads"),
     "states of tokens": (changed(*FULL, "tokens_per_state", 2), "tokens_per_state=2 is not 1"),
     "a fraction": (changed(*MLA, "tokens_per_state", 0.5), "tokens_per_state=0.5 is not a whole"),
@@ -355,7 +356,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     },
     "no tensors": (altered("full", kv_cache_tensors=[]), r"kv_cache_tensors has no \['layers.0"),
     "a stride that is not aligned": (
-        lambda: plan_of(CASES["latent rows in aligned strides"], [partly_aligned()]),
+        lambda: plan_of(CASES["latent vectors in aligned strides"], [partly_aligned()]),
         "'layers.0.attn' has pages of .* bytes here, and a layer_stride of",
     ),
     "a layer in no tensor": (
@@ -395,7 +396,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 def partly_aligned() -> Data:
     """Strides are those of aligned blocks, and the first layer's blocks are not aligned."""
-    (config,) = copy.deepcopy(CASES["latent rows in aligned strides"]["configs"])
+    (config,) = copy.deepcopy(CASES["latent vectors in aligned strides"]["configs"])
     (group,) = config["kv_cache_groups"]
     given = group["kv_cache_spec"]
     plain = {name: value for name, value in given.items() if name != "block_stride_alignment"}
@@ -427,7 +428,7 @@ def test_what_has_no_counterpart_is_refused_by_name(name: str) -> None:
         call()
 
 
-# What a field is where it is left out; "head_size_v" is 0 in latent rows, else as "head_size".
+# What a field is where it is left out; "head_size_v" is 0 in latent vectors, else as "head_size".
 NEUTRAL = {"tokens_per_state": 1, "kv_quant_mode": "NONE", "mamba_cache_mode": "none"}
 NEUTRAL |= dict.fromkeys(("extra_retained_tokens", "num_speculative_blocks"), 0)
 NEUTRAL |= {"num_prefill_checkpoint_blocks": 0}
@@ -487,7 +488,7 @@ def live_ids(plan: Plan, ids: Any, computed: int, total: int) -> Iterator[tuple[
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_rows_list_the_block_ids_that_the_scheduler_holds(name: str) -> None:
+def test_rows_list_the_block_ids_of_the_scheduler(name: str) -> None:
     trace, plan, tables, _ = setting(name)
     for step in trace["steps"]:
         output, before = step["output"], tables.rows
@@ -567,7 +568,7 @@ ENTRIES = st.lists(
 
 @given(entries=ENTRIES, room=st.integers(1, 8))
 @example(entries=[([1, 2], [3], 0, 0), ([4], [5, 6], 2, 0), ([7], [8, 9, 10], 0, 5)], room=8)
-def test_parts_hold_all_ids_of_entries_in_order_and_no_more_than_fit(entries, room) -> None:
+def test_parts_have_all_ids_of_entries_in_order_and_no_more_than_fit(entries, room) -> None:
     given = [TableEntry(row, [one, two], starts) for row, (one, two, *starts) in enumerate(entries)]
     parts = list(_split_entries(given, room))
     sizes = [sum(len(ids) for entry in part for ids in entry.block_ids) for part in parts]
@@ -832,7 +833,7 @@ def test_blocks_ahead_of_the_computed_tokens_are_zeroed_from_the_first_on() -> N
     assert more.zero_ids == [[], [], [], [7, 8, 9]]
 
 
-def test_a_block_is_zeroed_iff_it_holds_nothing_of_the_computed_tokens() -> None:
+def test_a_block_is_zeroed_iff_it_has_no_computed_token() -> None:
     """States without checkpoints and encoders are there as a whole after the first token."""
     cases = CASES["encoder and decoder"], TRACES["states without checkpoints"]
     for plan in [plan_of(case, zero_policy="always") for case in cases]:
@@ -856,7 +857,7 @@ def test_a_block_is_zeroed_iff_it_holds_nothing_of_the_computed_tokens() -> None
 
 
 @pytest.mark.parametrize(("computed", "fresh"), [(0, [1, 2, 3]), (32, [2, 3]), (33, [3]), (65, [])])
-def test_a_block_holds_as_many_tokens_of_every_rank(computed: int, fresh: list[int]) -> None:
+def test_a_block_has_as_many_tokens_of_every_rank(computed: int, fresh: list[int]) -> None:
     (config,) = copy.deepcopy(CASES["full"]["configs"])
     config["kv_cache_groups"][0]["kv_cache_spec"]["dcp_sharded"] = True
     plan = plan_of(CASES["full"], config, context_parallel=2, zero_policy="always")
@@ -868,7 +869,7 @@ def test_a_block_holds_as_many_tokens_of_every_rank(computed: int, fresh: list[i
 
 
 @pytest.mark.parametrize("size", ["zero_ids", "block_ids"])
-def test_blocks_without_room_for_any_are_refused(size: str) -> None:
+def test_blocks_that_do_not_fit_into_the_shape_are_refused(size: str) -> None:
     _, _, tables, shape = setting("states without checkpoints", **{size: 0})
     step = output(scheduled_new_reqs=[new("a", [1], [2], [3], [4])], num_scheduled_tokens={"a": 5})
     with pytest.raises(ValueError, match=f"the step needs {size}=4"):
@@ -920,7 +921,7 @@ def test_a_copy_belongs_to_the_group_of_its_target() -> None:
     assert tables.follow(step).copies == [[(4, 5)], [], [], []]
 
 
-def test_a_copy_has_the_group_that_reads_its_source_and_not_one_that_gave_it_back() -> None:
+def test_a_copy_has_the_group_that_reads_its_source_and_not_one_that_freed_it() -> None:
     """A window of 40 tokens in blocks of 16 has left column 0 after 64 tokens."""
     _, plan, tables, _ = setting(WINDOWS)
     assert [group.growth.window for group in plan.groups[:2]] == [40, 40]

@@ -497,7 +497,7 @@ def test_tokens_that_fit_fill_whole_requests_and_a_shorter_one(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_tokens_that_fit_are_those_of_all_ranks(ranks: int) -> None:
+def test_tokens_that_fit_count_all_ranks(ranks: int) -> None:
     for blocks, length in itertools.product(range(12, 30), (7, 20, 40)):
         plan = plan_of(ONE, blocks, MAX_LEN, context_parallel=ranks)
         check_tokens_that_fit(plan, length)

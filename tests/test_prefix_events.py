@@ -299,7 +299,7 @@ def told_of(event: BlocksStored) -> dict[bytes, Told]:
     return found
 
 
-def test_a_key_is_held_where_a_block_of_it_is() -> None:
+def test_a_key_is_cached_where_a_block_of_it_is() -> None:
     """In both memories, of several blocks with one key, stored and removed in any order.
 
     Block sizes may have another divisor than the smallest of them.

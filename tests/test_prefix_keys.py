@@ -90,7 +90,7 @@ def test_a_chain_continues_where_it_ended(case: dict[str, Any]) -> None:
         (tuple(range(1, 26)), "98190102030405060708090a0b0c0d0e0f101112131415161718181819"),
     ],
 )
-def test_cbor_is_that_of_the_standard(value: Any, encoded: str) -> None:
+def test_cbor_agrees_with_the_standard(value: Any, encoded: str) -> None:
     assert encode(value).hex() == encoded
 
 

@@ -163,7 +163,7 @@ def test_a_state_that_is_computed_again_was_just_used(is_wanted: bool) -> None:
     assert last is first if is_wanted else last is not None and last.blocks.tolist() == [2]
 
 
-def test_a_block_of_a_checkpoint_does_not_take_the_place_of_one_in_host_memory() -> None:
+def test_a_block_of_a_checkpoint_does_not_replace_one_in_host_memory() -> None:
     """It would be forgotten for its column alone, and the checkpoint would stay."""
     tree = PrefixTree(
         [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=99, host_ids=5
@@ -196,7 +196,7 @@ def test_the_end_of_a_prefix_is_not_written_over(name: str, shares_rows: bool, e
         assert tree.read_only_until[:3].tolist() == [0, 4, end]
 
 
-def test_a_tree_forgets_prompts_of_which_no_block_is_kept() -> None:
+def test_a_tree_forgets_prompts_without_cached_blocks() -> None:
     tree = PrefixTree(
         [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=16, host_ids=9
     )

@@ -210,7 +210,7 @@ def test_a_row_whose_request_ended_early_is_another_s() -> None:
         manager.finish("a")
 
 
-def test_token_ids_of_a_step_are_compared_with_those_of_a_prompt_with_images() -> None:
+def test_token_ids_of_a_step_are_compared_with_a_prompt_with_images() -> None:
     """Its codes of 64 bits stand for a token id and an image each."""
     manager, ids = BlockManager(plan_of("full"), max_requests=1), np.arange(20)
     shape = StepShape.for_plan(
@@ -259,7 +259,7 @@ def test_a_found_prefix_keeps_its_salt() -> None:
 
 @pytest.mark.parametrize(("count", "goes_on"), [(7, False), (8, True), (9, True)])
 @pytest.mark.parametrize("way", ["fork", "rewind"])
-def test_tokens_behind_a_prompt_are_kept_unless_some_of_it_were_left_out(
+def test_tokens_behind_a_prompt_are_cached_unless_some_of_it_were_left_out(
     way: str, count: int, goes_on: bool
 ) -> None:
     """Others may have taken their place, and nobody has told which."""
@@ -294,7 +294,7 @@ def test_each_group_keeps_whole_blocks_of_its_own(sizes: tuple[int, int]) -> Non
         manager.finish("b")
 
 
-def test_keys_of_samples_are_those_of_their_own_tokens() -> None:
+def test_keys_of_samples_depend_on_their_own_tokens() -> None:
     log, tokens = EventLog(), np.arange(8)
     manager = BlockManager(plan_of("full"), max_requests=2, events=log)
     shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12, cached_tokens=8)
@@ -355,7 +355,7 @@ def test_a_found_prefix_is_looked_up_again_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "windows", "chunks", "all", "single"])
-def test_a_prompt_computed_twice_outlives_the_blocks_that_were_kept_first(
+def test_a_prompt_computed_twice_outlives_the_blocks_that_were_cached_first(
     name: str, monkeypatch
 ) -> None:
     monkeypatch.setitem(LAYERS, "single", {"a": full(block_size=1)})

@@ -157,7 +157,7 @@ def test_states_are_divided_among_ranks_and_scarce_groups_repeated() -> None:
 
 
 @pytest.mark.parametrize("ranks", [None, 1, 2, 4])
-def test_shapes_of_states_are_those_of_their_heads_on_a_rank(ranks: int | None) -> None:
+def test_shapes_of_states_follow_from_their_heads_on_a_rank(ranks: int | None) -> None:
     """Without a number of ranks, those of one; and without drafts, those of the kernel alone."""
     given, r = ({}, 1) if ranks is None else ({"tensor_parallel": ranks}, ranks)
     heads = {"num_heads": 8, "head_size": 5, **given}
@@ -235,7 +235,9 @@ def kept(growth: Growth, num_computed: int) -> set[int]:
 
 
 @each_kind
-def test_rows_hold_what_they_must_up_to_the_number_of_tokens_that_the_table_says(kind: str) -> None:
+def test_allocated_blocks_are_enough_up_to_the_number_of_tokens_that_the_table_says(
+    kind: str,
+) -> None:
     """Until then no step frees a block or needs another; the next token does, or begins a chunk."""
     most = 2 * LENGTH + IN_FLIGHT
     for growth, n, stop in every_step(kind):
@@ -256,7 +258,7 @@ def test_rows_hold_what_they_must_up_to_the_number_of_tokens_that_the_table_says
 
 
 @each_kind
-def test_a_step_holds_the_columns_that_it_reads_and_writes(kind: str) -> None:
+def test_a_step_needs_the_blocks_that_it_reads_and_writes(kind: str) -> None:
     for growth, n, stop in every_step(kind):
         columns = kept(growth, n)
         live = growth.live_blocks(n, stop, encoder_tokens=ENCODER)
@@ -279,7 +281,7 @@ def test_admission_bounds_every_step_and_charges_one_block_too_many_at_most(kind
 
 
 @each_kind
-def test_a_row_has_just_the_columns_that_a_request_ever_holds(kind: str) -> None:
+def test_a_row_has_just_the_blocks_that_a_request_ever_needs(kind: str) -> None:
     last: dict[Growth, int] = {}
     for growth, n, stop in every_step(kind):
         live = growth.live_blocks(n, stop, encoder_tokens=ENCODER)
@@ -316,7 +318,7 @@ def test_a_step_takes_at_most_the_blocks_of_its_worst_division_among_requests(ki
 
 
 @each_kind
-def test_the_table_of_a_step_lists_what_it_reads_and_writes_in_the_planned_columns(
+def test_the_table_of_a_step_lists_what_it_reads_and_writes_in_the_planned_blocks(
     kind: str,
 ) -> None:
     for growth, n, stop in every_step(kind):
@@ -329,7 +331,7 @@ def test_the_table_of_a_step_lists_what_it_reads_and_writes_in_the_planned_colum
 
 
 @pytest.mark.parametrize("kind", ["none", "align", "all"])
-def test_the_table_of_a_step_has_no_column_for_states_that_no_step_lists(kind: str) -> None:
+def test_the_table_of_a_step_has_no_entry_for_states_that_no_step_lists(kind: str) -> None:
     widest: dict[tuple[Growth, int, int], int] = {}
     for growth, n, stop in every_step(kind):
         count = 1 + len(listed(growth, n, stop))  # the first entry is the source
@@ -363,13 +365,13 @@ def test_arrays_give_what_ints_give(kind: str, xp: Any) -> None:
 
 
 @each_kind
-def test_a_row_of_padding_starts_at_the_first_column(kind: str) -> None:
+def test_a_row_of_padding_starts_at_the_first_block(kind: str) -> None:
     for spec in GROWTHS[kind]:
         assert spec.growth.step_start(0, 0) == 0
         assert max(spec.growth.live_blocks(0, 0), default=0) <= spec.growth.speculative_blocks
 
 
-def test_the_oldest_visible_token_is_that_of_windows_and_chunks() -> None:
+def test_windows_and_chunks_have_an_oldest_visible_token() -> None:
     positions = np.arange(40, dtype=np.int32)
     for window, chunk in itertools.product((1, 5, 16, INT32_MAX), (1, 6, 16, INT32_MAX)):
         wanted = [

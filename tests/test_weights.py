@@ -138,12 +138,12 @@ PUBLISHED: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("name", "config", "num_bytes", "source"), PUBLISHED)
-def test_the_bytes_are_those_of_published_checkpoints(name, config, num_bytes, source) -> None:
+def test_bytes_equal_published_checkpoints(name, config, num_bytes, source) -> None:
     counted = count_weights(config, drafts="drafts" in name).num_bytes
     assert abs(counted / num_bytes - 1) < 0.005, (name, source)
 
 
-def test_the_parameters_are_those_of_the_model_classes() -> None:
+def test_parameters_equal_the_model_classes() -> None:
     """116 model types and 35 presets, without norms and biases."""
     models = [(model["config"], model["parameters"]) for model in GOLDEN["models"]]
     presets = [(load_config(name), count) for name, count in GOLDEN["presets"].items()]
@@ -188,7 +188,7 @@ MIXERS: dict[str, tuple[dict[str, Any], int]] = {  # of one layer, 7 wide, of 3 
 
 
 @pytest.mark.parametrize("model_type", MIXERS)
-def test_the_matrices_of_a_mixer_are_those_counted_by_hand(model_type: str) -> None:
+def test_the_matrices_of_a_mixer_equal_a_count_by_hand(model_type: str) -> None:
     fields, parameters = MIXERS[model_type]
     config = {"hidden_size": 7, "num_hidden_layers": 1, "num_attention_heads": 3, "expand": 2}
     config |= {"vocab_size": 0, "intermediate_size": 0, "max_position_embeddings": 64}
@@ -228,7 +228,7 @@ OF_EXPERTS = {"hidden_size": 7, "num_experts": 5, "moe_intermediate_size": 11}
         ),
     ],
 )
-def test_the_matrices_of_experts_are_those_counted_by_hand(
+def test_the_matrices_of_experts_equal_a_count_by_hand(
     model_type: str, fields: dict[str, Any], hidden: int, shared: int, gated: bool
 ) -> None:
     into_and_back = 2 + gated
@@ -418,7 +418,7 @@ def test_experts_in_fp4_lie_next_to_layers_in_fp8() -> None:
         ({"expert_layer_period": 4, "expert_layer_offset": 1}, [1, 5]),
     ],
 )
-def test_the_layers_with_experts_are_those_of_the_rule(rule: dict, layers: Sequence[int]) -> None:
+def test_the_layers_with_experts_follow_the_rule(rule: dict, layers: Sequence[int]) -> None:
     fields = Fields("any", {"num_hidden_layers": 9, "num_experts": 4, **rule})
     assert expert_layers(fields) == frozenset(layers)
 

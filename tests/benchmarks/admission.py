@@ -1,6 +1,6 @@
 """Schedules that admit many prompts at once, and steady schedules next to many that wait.
 
-Times are those of the thread, without what other processes take from a shared core.
+Times are of the thread, without what other processes take from a shared core.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Attention over pages: the Mosaic kernels, XLA, jax's own library, and vLLM's Triton and FA3.
 
-Page ids are shuffled over a pool that is larger than the L2 cache. Times are those of the whole
+Page ids are shuffled over a pool that is larger than the L2 cache. Times are of the whole
 call, its task map included, which a model's layers share. Two bounds of the same device go with
 them: the time that reading the bytes takes, and the rate of a plain product.
 """
@@ -23,10 +23,10 @@ PACKED: RowPacking = "fp8_ds_mla"
 
 
 class AttentionSpec(NamedTuple):
-    """Requests of these lengths, with so many queries, all or each; None: one, by themselves.
+    """Requests of these lengths, with this many queries, all or each; None: one, by themselves.
 
-    pages: their dtype, or `PACKED` for packed latent rows.
-    value: width of values that are the first elements of latent rows; None: keys and values lie
+    pages: their dtype, or `PACKED` for packed latent vectors.
+    value: width of values that are the first elements of latent vectors; None: keys and values lie
       side by side.
     own_value: width of these values; None: as wide as keys.
     window: keys that a query sees; None: all up to its own.

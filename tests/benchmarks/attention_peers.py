@@ -39,7 +39,7 @@ def as_tensors(
     if query_start_loc is None:
         query_start_loc = jnp.arange(len(seq_lens) + 1, dtype=jnp.int32)
     data = pages
-    if pages.dtype.itemsize == 1:  # of which DLPack has no name
+    if pages.dtype.itemsize == 1:  # DLPack has no name for it
         data = jax.lax.bitcast_convert_type(pages, jnp.uint8)
     rows = torch.from_dlpack(jax.block_until_ready(data))
     if data is not pages:

@@ -25,7 +25,7 @@ HEADS |= {"linear_num_value_heads": 8, "linear_num_key_heads": 8}
 class Course(NamedTuple):
     """A trace that was served.
 
-    host: median microseconds of the host in a step: schedule, books and dispatch.
+    host: median microseconds of the host in a step: schedule, block manager and dispatch.
     """
 
     served: Served
@@ -50,9 +50,9 @@ def _serve(axis: str, count: int, dtype: str) -> Course:
     changes = by_size(full=HEADS, small=HEADS, smallest=CONFIG)
     engine = demo_engine(mesh, axis, changes, dtype, pool_bytes=2**25)
     engine.warm_up()
-    times: dict[str, list[float]] = {"schedule": [], "books": [], "dispatch": []}
+    times: dict[str, list[float]] = {"schedule": [], "manager": [], "dispatch": []}
     engine.scheduler.schedule = _timed(times["schedule"], engine.scheduler.schedule)
-    engine.manager.step = _timed(times["books"], engine.manager.step)
+    engine.manager.step = _timed(times["manager"], engine.manager.step)
     engine.step = _timed(times["dispatch"], engine.step)
     requests = by_size(full=24, small=4, smallest=2)
     prompts = by_size(full=(8, 160), small=(8, 40), smallest=(3, 20))

@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     config: of a model that is served whole.
     prompt: tokens of the prefix that comes back.
     burst: requests that come at once; the pool holds half of them.
-    again: prompts of which the pool holds half, and that come again.
+    again: prompts that come again; the pool has half of them.
     """
 
     layers: int
@@ -173,7 +173,7 @@ def _time_idle_steps(report: Report, sizes: Sizes) -> None:
             found[has_tier].append(1e6 * (time.perf_counter() - began))
     without, with_tier = (statistics.median(found[has_tier]) for has_tier in (False, True))
     name = f"host time of a step of {sizes.decodes} decodes"
-    report.note(f"{name:<44} {without:8.1f} us, with a tier that is idle {with_tier:.1f}")
+    report.note(f"{name:<44} {without:8.1f} us, with an idle offload {with_tier:.1f}")
 
 
 # --- served -----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _serve(report: Report, sizes: Sizes) -> None:
 
 
 def _time_prefix(report: Report, sizes: Sizes, server: Server) -> np.ndarray:
-    """Times prompts of which the pool holds one and a half: computed, and from host memory."""
+    """Times prompts, one and a half pools of them: computed, and from host memory."""
     prompts = np.random.default_rng(0).integers(0, server.vocab, (3, sizes.prompt))
     seconds = np.zeros((4, len(prompts)))
     before = 0
@@ -259,7 +259,7 @@ def _time_decodes(report: Report, server: Server, prompts: np.ndarray) -> None:
 
 
 def _server(sizes: Sizes) -> Server:
-    """Returns a warm engine whose pool holds half of the burst, and the host all of it."""
+    """Returns an engine whose pool caches half of the burst, and the host all of it."""
     burst = sizes.burst
     tokens = burst.requests * (burst.prompt_tokens[0] + burst.answer_tokens[0]) // 2
     specs = jaxkv.layers_from_config(sizes.config).values()

@@ -117,7 +117,7 @@ def _seconds(data: Data, steps: int, *programs: Callable[[Data], Data]) -> float
 
 
 def _program(*pieces: Piece, options: dict[str, Any] | None = None) -> Callable[[Data], Data]:
-    """Returns a jitted program of some pieces, which changes a pool in place."""
+    """Returns a jitted program of some parts, which changes a pool in place."""
 
     def changes(pool: Array, others: Data) -> dict[str, Any]:
         data, changed = others._replace(pool=pool), {}

@@ -92,7 +92,7 @@ def _added(roomy: Life, tight: Life, length: int, repeats: int) -> dict[str, flo
     taken: dict[str, list[Seconds]] = {case: [] for case in ("", *CASES)}
     settle()
     for _ in range(repeats):
-        prompt = rng.integers(0, 150_000, length, np.int32)  # as tokenized prompts are kept
+        prompt = rng.integers(0, 150_000, length, np.int32)  # as tokenized prompts are stored
         taken[""].append(roomy(None))
         taken["new"].append(roomy(prompt))
         taken["known"].append(roomy(prompt))
@@ -117,7 +117,7 @@ def _our_life(plan: Plan, length: int) -> Life:
         hit = manager.start("a", prompt)
         clocks.append(time.thread_time())
         rest = length - hit.num_cached_tokens
-        first = max(rest - has_states, 1)  # a state is kept before the last token
+        first = max(rest - has_states, 1)  # a state is cached before the last token
         manager.step(shape, {"a": first})
         clocks.append(time.thread_time())
         if rest > first:

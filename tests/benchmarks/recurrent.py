@@ -2,8 +2,8 @@
 
 Pages are shuffled over a pool that is larger than the L2 cache, and decodes of few requests take
 turns with other pages. Times count the convolution: ours is a part of the kernel, vLLM's a call of
-its own. Bytes are those of the states, read and written once. Our steps have a multiple of 64
-tokens, as those of an engine do; the last few are padding.
+its own. Bytes are of the states, read and written once. Our steps have a multiple of 64
+tokens, as in an engine; the last few are padding.
 """
 
 import functools
@@ -29,7 +29,7 @@ POOL = 257  # pages
 
 
 class RecurrentSpec(NamedTuple):
-    """Requests with so many tokens each, and the layer that they pass.
+    """Requests with this many tokens each, and the layer that they pass.
 
     rule: "delta", "delta per key" (each key channel has a decay of its own), or "scan".
     drafts: tokens after which a state is written, other than the last one, of each request.

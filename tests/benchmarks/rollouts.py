@@ -1,6 +1,6 @@
 """RL rollouts: groups of samples of one prompt, with and without shared prefixes.
 
-The demo's model over one pool that just holds all samples if those of a group share their prompt.
+The demo's model over one pool that just fits all samples if groups share their prompts.
 Without sharing, fewer samples run at once, and each computes the prompt by itself.
 """
 

@@ -1,4 +1,4 @@
-"""Steps of jaxkv and of vLLM over the same requests, from the books to what the model reads."""
+"""Steps of jaxkv and vLLM over the same requests, from block manager to what the model reads."""
 
 import functools
 import itertools

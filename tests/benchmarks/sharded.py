@@ -60,7 +60,7 @@ def _compare(report: Report, name: str, times_on: Callable[[Mesh], Times], num_b
         counts = counts[-1:]
     for count in counts if timing.every_case else sorted({1, counts[-1]}):
         times = times_on(Mesh(np.array(jax.devices()[:count]), ("heads",)))
-        # The profiler adds up the time of all devices; report that of one.
+        # The profiler adds up the time of all devices; report one.
         if times.kernels is not None:
             times = Times(times.kernels / count, times.launches, times.synced, times.dispatched)
         case = f"{name} on {count}"

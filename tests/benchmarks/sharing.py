@@ -16,11 +16,11 @@ from tests.benchmarks.attention import FP8, AttentionSpec, make_arrays
 from tests.benchmarks.timing import Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
 
-ROOM = 8  # groups that uploads have room for
+ROOM = 8  # groups that fit into an upload
 
 
 class SharingSpec(NamedTuple):
-    """Groups of requests: tokens that those of a group share, and that each has by itself."""
+    """Groups of requests: tokens that a group shares, and that each request has by itself."""
 
     name: str
     groups: int

@@ -212,7 +212,7 @@ def _time_buffers(report: Report, layers: int, requests: int) -> None:
 
 
 def _time_large(report: Report, sizes: tuple[tuple[int, int, int], ...], requests: int) -> None:
-    """Times tables of many rows and columns, of which a step sees few."""
+    """Times tables of many rows and blocks; a step sees few of them."""
     report.title(f"Tables of any size: a decode step of {requests} requests")
     for rows, blocks, groups in sizes:
         specs = (FULL, *[WINDOW] * (groups - 1))

@@ -38,7 +38,7 @@ def by_size[T](*, full: T, small: T, smallest: T) -> T:
 
 
 def device_counts() -> list[int]:
-    """Returns the numbers of devices to compare, ascending: 1, 2, 4 and 8, as far as there are."""
+    """Returns the numbers of devices to compare: 1, 2, 4 and 8, if there are that many."""
     most = by_size(full=8, small=8, smallest=2)
     return [count for count in (1, 2, 4, 8) if count <= min(most, len(jax.devices()))]
 

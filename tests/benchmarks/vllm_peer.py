@@ -258,7 +258,7 @@ def _async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None, out: Any
 
 
 def _device_name() -> str:
-    """As vLLM: the name by which it finds tuned configurations."""
+    """As vLLM: the name of its tuned configurations."""
     import torch
 
     return torch.cuda.get_device_name().replace(" ", "_")

@@ -1,4 +1,4 @@
-"""Groups of layers and requests of the timed steps, in jaxkv's books and in vLLM's. No jax."""
+"""Groups of layers and requests of the timed steps, for both block managers. No jax."""
 
 import gc
 import hashlib
@@ -15,7 +15,7 @@ from jaxkv._src.uploads import StepShape
 from tests.benchmarks.vllm_peer import VllmPeer
 
 BLOCK_SIZE, MAX_MODEL_LEN, LONGEST_CHUNK = 16, 8192, 8192
-# Pages of 64 bytes: the books never look inside one, and the pools of all cases fit anywhere.
+# Pages of 64 bytes: block managers never look inside one, and the pools of all cases fit anywhere.
 COMMON = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
 FULL = FullAttentionSpec(**COMMON)
 WINDOW = SlidingWindowSpec(sliding_window=1024, **COMMON)

@@ -167,7 +167,7 @@ def _in_process(
     """Returns the figures of one engine; those that it reached, if it ended early.
 
     Args:
-      variables: of its environment, besides those of this one.
+      variables: of its environment, besides this one's.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = [pathlib.Path(folder, name) for name in ("config.json", "results.json")]

@@ -1,6 +1,6 @@
 """Decoders of published sizes in plain JAX over a step of jaxkv, with random weights.
 
-The arithmetic per token is that of the published models; what costs no time next to it (norm
+The arithmetic per token is as in the published models; what costs no time next to it (norm
 offsets, scaled embeddings, soft caps) is left out.
 """
 

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json WORKLOADS DTYPE GROUPS
 
-DTYPE is that of keys and values, or "", and GROUPS ``shared_prefixes``. The weights are
+DTYPE is the dtype of keys and values, or "", and GROUPS ``shared_prefixes``. The weights are
 random. The results are a mapping from names of workloads to figures.
 """
 
@@ -65,7 +65,7 @@ class Server:
         self._count = 0
 
     def add(self, prompt: np.ndarray, tokens: int, samples: int = 1) -> int:
-        """Queues a request for samples of so many tokens each; a single one is greedy."""
+        """Queues a request for samples of these numbers of tokens; a single one is greedy."""
         self._count += 1
         self.engine.add(self._count, prompt, sampling(tokens, samples))
         return self._count

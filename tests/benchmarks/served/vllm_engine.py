@@ -3,7 +3,7 @@
     python -m tests.benchmarks.served.vllm_engine CONFIG.json RESULTS.json WORKLOADS FOLDER OPTIONS
 
 FOLDER holds vLLM and what it needs beside torch, as ``pip install --target`` leaves them. The
-configuration is that of the model; its weights are random. The results are a mapping from names of
+configuration is the model's; its weights are random. The results are a mapping from names of
 workloads to figures.
 """
 
@@ -60,7 +60,7 @@ class Engine:
         self._count = 0
 
     def add(self, prompt: Any, tokens: int, samples: int = 1) -> str:
-        """Queues a request for samples of so many tokens each; a single one is greedy."""
+        """Queues a request for samples of these numbers of tokens; a single one is greedy."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 

@@ -146,7 +146,7 @@ class Server(Protocol):
     def has_work(self) -> bool: ...
 
     def add(self, prompt: np.ndarray, tokens: int, samples: int = 1) -> Hashable:
-        """Queues a request for samples of so many tokens each. Returns its name.
+        """Queues a request for samples of these numbers of tokens. Returns its name.
 
         One sample is greedy, several are sampled at temperature 1.
         """
@@ -181,7 +181,7 @@ def _decode(server: Server, workload: Decode) -> Figures:
             seconds.append(now - last)
         last, was_full = now, is_full
     if not seconds:
-        raise RuntimeError(f"{name_of(workload)}: the cache has no room for all at once")
+        raise RuntimeError(f"{name_of(workload)}: the cache does not fit all at once")
     return Figures(statistics.median(seconds), workload.requests)
 
 
