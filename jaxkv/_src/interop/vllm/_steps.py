@@ -27,7 +27,7 @@ class StepChanges(NamedTuple):
     copies: list[list[tuple[int, int]]]
 
 
-class _Held(NamedTuple):
+class _Request(NamedTuple):
     """The row and the block ids of a request, as in a worker of vLLM."""
 
     row: int
@@ -61,16 +61,16 @@ class SchedulerTables:
         """
         check_rows(plan, max_requests)
         self._plan, self._max_requests = plan, max_requests
-        self._held: dict[str, _Held] = {}
+        self._requests: dict[str, _Request] = {}
 
     @property
     def rows(self) -> dict[str, int]:
         """Request -> row, for all requests that have a row."""
-        return {request: held.row for request, held in self._held.items()}
+        return {name: request.row for name, request in self._requests.items()}
 
     def block_ids(self, request: str) -> Ids:
         """Returns the block ids that a request's row lists, per group."""
-        return self._held[request].ids
+        return self._requests[request].ids
 
     def follow(self, scheduler_output: Any) -> StepChanges:
         """Applies a step to the tables and returns it, for callers who pack it themselves.
@@ -88,7 +88,7 @@ class SchedulerTables:
           ValueError: more requests than rows, block ids for another number of groups, an unknown
             request, or a copy of a block that no request holds. Nothing has changed then.
         """
-        changes, self._held = self._next(scheduler_output)
+        changes, self._requests = self._next(scheduler_output)
         return changes
 
     def pack(
@@ -114,38 +114,40 @@ class SchedulerTables:
         Raises:
           ValueError: as for `follow` and `pack_step`. Nothing has changed then.
         """
-        changes, held = self._next(scheduler_output)
+        changes, requests = self._next(scheduler_output)
         *earlier, (entries, zero_ids) = split(shape, changes.entries, changes.zero_ids)
         uploads = [pack_step(shape, entries=part, zero_ids=ids) for part, ids in earlier]
         rest = changes._replace(entries=tuple(entries), zero_ids=zero_ids)._asdict()
         own = {"encoder_lens": encoder_lens, "accepted_tokens": accepted_tokens, "extra": extra}
         uploads.append(pack_step(shape, **rest, **own))
-        self._held = held
+        self._requests = requests
         return tuple(uploads)
 
-    def _next(self, output: Any) -> tuple[StepChanges, dict[str, _Held]]:
+    def _next(self, output: Any) -> tuple[StepChanges, dict[str, _Request]]:
         """Returns a step, and the allocated blocks after it."""
-        held = dict(self._held)
+        requests = dict(self._requests)
         preempted = get(output, "preempted_req_ids", None) or ()
         for request in (*get(output, "finished_req_ids"), *preempted):
-            held.pop(request, None)
+            requests.pop(request, None)
         arrivals = list(read_arrivals(output))
         additions = [
-            self._take(held, arrival) for arrival in arrivals if self._changes_row(held, arrival)
+            self._take(requests, arrival)
+            for arrival in arrivals
+            if self._changes_row(requests, arrival)
         ]
         step = read_work(output, {new.request: new.num_computed_tokens for new in arrivals})
-        copies = self._copies(output, held, additions, step)
+        copies = self._copies(output, requests, additions, step)
         changes = StepChanges(
-            entries=tuple(new.entry(held[new.request].row) for new in additions),
-            rows=[held[request].row for request, _, _ in step],
+            entries=tuple(new.entry(requests[new.request].row) for new in additions),
+            rows=[requests[request].row for request, _, _ in step],
             num_computed_tokens=[computed for _, computed, _ in step],
             num_new_tokens=[count for _, _, count in step],
-            zero_ids=self._zero_ids(output, held, additions, copies),
+            zero_ids=self._zero_ids(output, requests, additions, copies),
             copies=copies,
         )
-        return changes, held
+        return changes, requests
 
-    def _changes_row(self, held: Mapping[str, _Held], arrival: Arrival) -> bool:
+    def _changes_row(self, requests: Mapping[str, _Request], arrival: Arrival) -> bool:
         """Returns whether an arrival changes a row; raises ValueError if it is invalid."""
         groups, ids = len(self._plan.groups), arrival.block_ids
         if ids is not None and len(ids) != groups:
@@ -153,25 +155,25 @@ class SchedulerTables:
                 f"request {arrival.request!r} has block ids of {len(ids)} groups and the plan has "
                 f"{groups}; plan from the KVCacheConfig of this scheduler"
             )
-        if not arrival.replaces and arrival.request not in held:
+        if not arrival.replaces and arrival.request not in requests:
             raise ValueError(
                 f"request {arrival.request!r} is not known; pass every SchedulerOutput, in order"
             )
         return arrival.replaces or (ids is not None and any(ids))
 
-    def _take(self, held: dict[str, _Held], arrival: Arrival) -> _NewBlocks:
+    def _take(self, requests: dict[str, _Request], arrival: Arrival) -> _NewBlocks:
         """Gives a request its new blocks, and a row if it has none."""
         groups, request = len(self._plan.groups), arrival.request
         new = tuple(map(tuple, arrival.block_ids or ((),) * groups))
-        before = held.get(request)
-        row = self._free_row(held) if before is None else before.row
+        before = requests.get(request)
+        row = self._free_row(requests) if before is None else before.row
         old = ((),) * groups if before is None or arrival.replaces else before.ids
-        held[request] = _Held(row, tuple(a + b for a, b in zip(old, new, strict=True)))
+        requests[request] = _Request(row, tuple(a + b for a, b in zip(old, new, strict=True)))
         starts = tuple(len(of_group) for of_group in old)
         return _NewBlocks(request, arrival.num_computed_tokens, starts, new)
 
-    def _free_row(self, held: Mapping[str, _Held]) -> int:
-        taken = {other.row for other in held.values()}
+    def _free_row(self, requests: Mapping[str, _Request]) -> int:
+        taken = {other.row for other in requests.values()}
         row = next((row for row in range(self._max_requests) if row not in taken), None)
         if row is None:
             raise ValueError(
@@ -183,7 +185,7 @@ class SchedulerTables:
     def _zero_ids(
         self,
         output: Any,
-        held: Mapping[str, _Held],
+        requests: Mapping[str, _Request],
         additions: Sequence[_NewBlocks],
         copies: Sequence[Sequence[tuple[int, int]]],
     ) -> list[list[int]]:
@@ -196,7 +198,7 @@ class SchedulerTables:
                 zeroed[group] |= dict.fromkeys(fresh)
         listed = set(get(output, "new_block_ids_to_zero", None) or ())
         listed -= {block for new in additions for of_group in new.ids for block in of_group}
-        for request in held.values() if listed else ():  # blocks of a failed load
+        for request in requests.values() if listed else ():  # blocks of a failed load
             for group, ids in enumerate(request.ids):
                 zeroed[group] |= dict.fromkeys(listed.intersection(ids))
         kept = {NULL_BLOCK, *(target for of_group in copies for _, target in of_group)}
@@ -213,7 +215,7 @@ class SchedulerTables:
     def _copies(
         self,
         output: Any,
-        held: Mapping[str, _Held],
+        requests: Mapping[str, _Request],
         additions: Sequence[_NewBlocks],
         step: Sequence[tuple[str, int, int]],
     ) -> list[list[tuple[int, int]]]:
@@ -227,7 +229,7 @@ class SchedulerTables:
         group_of: dict[int, int] = {}
         for request, computed, count in step if pairs else ():
             local = self._plan.local_tokens(computed), self._plan.local_tokens(computed + count)
-            for group, ids in enumerate(held[request].ids):
+            for group, ids in enumerate(requests[request].ids):
                 live = self._plan.groups[group].growth.live_blocks(*local)
                 group_of |= {ids[column]: group for column in live if column < len(ids)}
         for new in additions if pairs else ():
