@@ -144,7 +144,7 @@ def test_steps_with_prompts_are_as_long_as_a_shape_and_others_hold_all_that_deco
     asked: list[tuple[int | None, bool]] = []
 
     def schedule(max_tokens: int | None) -> Any:
-        asked.append((max_tokens, len(engine._packer.sampled.samples) == len(samples.of)))
+        asked.append((max_tokens, len(engine._packer.sampled.samples) == len(samples.tokens)))
         return right(max_tokens=max_tokens)
 
     right, requests = scheduler.schedule, random_requests(3, 8)
@@ -177,7 +177,7 @@ def test_what_an_engine_is_given_reaches_its_parts() -> None:
         assert [shape.shared_prefixes for shape in engine._buckets.shapes] == [2, 0]
         assert repr(engine) == f"Engine({engine._scheduler!r}, 2 shapes)"
         engine.add("r", [1], Sampling(temperature=1.0))
-        seeds.append(engine._samples.of["r"].seed)
+        seeds.append(engine._samples.of_request["r"][0].seed)
     assert seeds[0] == seeds[2] != seeds[1]
     with pytest.raises(ValueError, match=r"params\['scale'\] is int32\(\); .* with float32\(\)"):
         engine.update(params | {"scale": 4})
@@ -698,7 +698,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert_all_free(engine)
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
-    assert not samples.of and not samples.tokens and not samples.of_request
+    assert not samples.tokens and not samples.of_request
     assert not engine._calls.in_flight
 
 
@@ -762,7 +762,7 @@ def test_prompts_and_answers_are_as_long_as_the_plan_allows() -> None:
     engine = make_engine()
     for size, more in ((47, None), (47, 1), (40, 8)):
         engine.add("r", [1] * size, Sampling(max_tokens=more))
-        assert engine._samples.of["r"].end == 48
+        assert engine._samples.of_request["r"][0].end == 48
         engine.abort("r")
         engine.step()
     assert_all_free(engine)

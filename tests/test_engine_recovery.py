@@ -103,8 +103,7 @@ def assert_idle(engine: jaxkv.Engine) -> None:
     assert not engine.has_work and not engine.manager.requests
     assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks
     samples = engine._samples
-    assert not samples.of and not samples.tokens
-    assert sorted(samples._free) == list(range(samples.records.size))
+    assert not samples.tokens and not any(samples.by_index)
 
 
 # --- interrupts -----------------------------------------------------------------------

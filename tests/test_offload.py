@@ -871,7 +871,7 @@ def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> N
     for _ in range(8):
         manager.step(scheduler.shape(), scheduler.schedule().work)
         scheduler.append({"a": 1, "b": 1})
-    scheduler._chooser.preempt(scheduler._queues.of["a"])
+    scheduler._chooser.preempt(scheduler._queues.by_name["a"])
     assert manager.num_swapped_tokens("a") == 11
     with pytest.raises(ValueError, match="'b' no longer holds a block"):
         scheduler.rewind({"a": 6, "b": 4})

@@ -622,7 +622,7 @@ def test_tokens_that_are_not_computed_can_be_replaced_more_than_once(has_host_me
         tokens["a"] += [7] * 5
         scheduler.append({"a": 5})
         if is_preempted:
-            scheduler._chooser.preempt(scheduler._queues.of["a"])
+            scheduler._chooser.preempt(scheduler._queues.by_name["a"])
             step(1)
         for count in (10, 8):
             scheduler.rewind({"a": count})

@@ -120,7 +120,7 @@ def test_steps_of_a_burst_are_padded_little(num_bytes: int, most: float) -> None
     while left:
         filled = buckets.fill(scheduler.wanted(), len(sampled))
         schedule = scheduler.schedule(max_tokens=filled)
-        shape = buckets.fitting(schedule, sum(schedule.work.values()))
+        shape = buckets.fitting(schedule)
         manager.step(shape, schedule.work)
         if shape.max_tokens > READING:
             computed += sum(schedule.work.values())
@@ -146,7 +146,7 @@ def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
     while "prompt" not in sampled:
         most = buckets.fill(scheduler.wanted(), len(sampled))
         schedule = scheduler.schedule(max_tokens=most)
-        manager.step(buckets.fitting(schedule, sum(schedule.work.values())), schedule.work)
+        manager.step(buckets.fitting(schedule), schedule.work)
         sampled = list(schedule.samples)
         scheduler.append(dict.fromkeys(sampled, 1))
         if not steps:
@@ -159,18 +159,19 @@ def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
 
 
 def test_every_sample_has_a_record_of_its_own_however_many_there_are() -> None:
-    samples, lasts = Samples(48, seed=0), {}
+    samples, lasts, free = Samples(48, seed=0), {}, list(range(400))
     for name in range(200):
         sampling = Sampling(temperature=1.0, max_tokens=1 + name % 7, n=2, seed=name)
         samples.of_request[name] = samples.made(name, "prompt", [1, 2], sampling, vocab_size=9)
         for sample in samples.of_request[name]:
-            samples.add(sample)
-            lasts[sample.name] = name, sample.index, name % 7
+            samples.add(sample, free.pop(0))
+            lasts[sample.name] = name, sample.number, name % 7
         if name % 3 == 2:
             for sample in list(samples.of_request[name - 1]):
                 samples.remove(sample)
+                free.append(sample.index)
                 del lasts[sample.name]
-    records = {name: samples.records[sample.slot] for name, sample in samples.of.items()}
+    records = {s.name: samples.records[s.index] for s in filter(None, samples.by_index)}
     assert {n: (r["seed"], r["sample"], r["last"]) for n, r in records.items()} == lasts
 
 

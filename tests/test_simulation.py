@@ -71,8 +71,8 @@ def test_requests_wait_where_an_estimate_of_their_blocks_was_too_low(kind, monke
     def any_has_room(admission, *options) -> bool:
         return admission._options.preemption or has_room(admission, *options)
 
-    def counted(admission, work) -> bool:
-        grown = grows(admission, work)
+    def counted(admission, *work) -> bool:
+        grown = grows(admission, *work)
         refused["grown" if grown else "refused"] += 1
         return grown
 

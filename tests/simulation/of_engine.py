@@ -371,7 +371,7 @@ class EngineServing:
         name, samples = self.draw.choice([*range(3), "a", ("a", 1)]), self.engine._samples
         prompt, sampling = self.request()
         names = {name, *((name, index) for index in range(1, sampling.n))}
-        is_taken = bool(names & (samples.of.keys() | samples.of_request.keys()))
+        is_taken = bool(names & (samples.tokens.keys() | samples.of_request.keys()))
         self.say(f"add({name!r}, {prompt}, {sampling})")
         try:
             self.engine.add(name, prompt, sampling)
@@ -389,15 +389,15 @@ class EngineServing:
 
     def alive(self) -> list[Told]:
         """Returns the samples that have not ended; outputs may still have to tell of others."""
-        samples = self.engine._samples.of.values()
-        return [self.told[sample.request, sample.index][-1] for sample in samples]
+        samples = filter(None, self.engine._samples.by_index)
+        return [self.told[sample.request, sample.number][-1] for sample in samples]
 
     def abort(self) -> None:
         if self.engine._samples.of_request:
             name = self.draw.choice([*self.engine._samples.of_request])
             self.say(f"abort({name!r})")
             for sample in self.engine._samples.of_request[name]:
-                self.told[name, sample.index][-1].is_aborted = True
+                self.told[name, sample.number][-1].is_aborted = True
             self.engine.abort(name)
             assert name not in self.engine._samples.of_request, "samples of it go on"
 
@@ -496,8 +496,8 @@ class EngineServing:
         assert not any(self.told.values()), "samples that no output has told of"
         assert not engine.has_work and not engine.manager.requests
         assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks
-        assert not samples.of and not samples.tokens and not samples.of_request
-        assert len(samples._free) == samples.records.size
+        assert not samples.tokens and not samples.of_request
+        assert not any(samples.by_index)
         stats = engine.stats
         assert stats.prompt_tokens == self.counts["prompt tokens"]
         assert stats.preemptions == self.counts["preemptions"]

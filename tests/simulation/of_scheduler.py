@@ -134,8 +134,8 @@ class SchedulerServing(Serving):
         assert not self.manager.requests and not self.scheduler.running
         assert not self.scheduler.waiting
         queues = self.scheduler._queues
-        left = {name: of for name, of in vars(queues).items() if isinstance(of, dict) and of}
-        assert not left and not queues.exporting, f"a scheduler remembers requests: {left}"
+        left = [queues.by_name, queues.running, queues.waiting, queues.parents, queues.in_chunks]
+        assert not any(left) and not queues.exporting, f"a scheduler remembers requests: {left}"
         self.check()
         return self.oracle.seen
 

@@ -59,7 +59,9 @@ class Promises:
         assert set(running).issuperset(schedule.preempted), "one that waits is preempted"
         if schedule.preempted:
             oldest = min(serving.ages[name] for name in schedule.preempted)
-            may_be = set(self._scheduler.running) - self._scheduler._queues.exporting
+            may_be = set(self._scheduler.running) - {
+                r.name for r in self._scheduler._queues.exporting
+            }
             younger = [name for name in may_be if serving.ages[name] > oldest]
             assert not younger, f"one older than {younger} is preempted"
         for name, count in work.items():
@@ -159,29 +161,28 @@ class Promises:
     def check_books(self) -> None:
         """Checks that the scheduler counts its requests as the manager and the caller do."""
         queues, kept = self._scheduler._queues, self._manager._prefixes.kept
-        assert {n: r.row for n, r in queues.running.items()} == self._manager.requests
-        for name, request in queues.running.items():
+        running = {request.name: request for request in queues.running}
+        assert {n: r.row for n, r in running.items()} == self._manager.requests
+        for name, request in running.items():
             known = kept.num_known(request.row)
             assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
-        unsynced = [self._serving.requests[name].unsynced for name in queues.running]
+        unsynced = [self._serving.requests[name].unsynced for name in running]
         assert max(unsynced, default=0) <= self._serving.most_cached, "no step has room for these"
-        assert all(queues.running.get(n) is r for n, r in queues.in_chunks.items()), "chunks"
-        assert queues.exporting <= queues.running.keys(), "requests that do not run are handed over"
+        assert queues.in_chunks <= {*queues.running}, "chunks"
+        assert queues.exporting <= {*queues.running}, "requests that do not run are handed over"
         if not self._serving.options["preemption"]:
-            limits = [self._serving.limits[name] for name in queues.running]
+            limits = [self._serving.limits[name] for name in running]
             assert self._room_at_longest(limits) >= 0, "more run than fit at their longest"
-        with_ends = {name for name, request in queues.running.items() if request.chunk_ends}
-        assert with_ends <= queues.in_chunks.keys(), "ends of chunks that no step looks at"
-        indices = [request.index for request in queues.of.values()]
-        assert sorted(indices + queues.ledger._free) == list(range(len(queues.ledger.rows)))
-        if queues.ledger._last is not None:  # is used again for the same names
-            _, names, index, _ = queues.ledger._last
-            assert [queues.of[name].index for name in names] == index.tolist(), "stale indices"
-        for name, request in queues.of.items():
+        with_ends = {request for request in queues.running if request.chunk_ends}
+        assert with_ends <= queues.in_chunks, "ends of chunks that no step looks at"
+        table, indices = queues.table, [request.index for request in queues.by_name.values()]
+        assert sorted(indices + table._free) == list(range(len(table.rows)))
+        for name, request in queues.by_name.items():
+            assert table.names[request.index] == name and table.requests[request.index] is request
             wanted = len(self._serving.requests[name].tokens)
             assert self._scheduler.num_tokens(name) == wanted, f"{name!r}: known tokens"
-            assert queues.ledger.rows[request.index] == request.row
-            started = queues.ledger.prefill_tokens[request.index]
+            assert table.rows[request.index] == request.row
+            started = table.prefill_tokens[request.index]
             assert request.row < 0 or started <= wanted, f"{name!r} started with {started} tokens"
             parent = request.parent
             assert parent is None or request in parent.samples, "a sample without its leader"

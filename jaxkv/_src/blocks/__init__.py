@@ -4,6 +4,7 @@ from jaxkv._src.blocks._manager import BlockManager
 from jaxkv._src.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
 from jaxkv._src.blocks._resuming import ExportedBlocks
+from jaxkv._src.blocks._rows import RowWork
 
 __all__ = [
     "BlockManager",
@@ -14,4 +15,5 @@ __all__ = [
     "PrefixHit",
     "PrefixMatch",
     "PrefixStats",
+    "RowWork",
 ]

@@ -18,7 +18,7 @@ from jaxkv._src.blocks._resuming import (
     export_blocks,
     imported,
 )
-from jaxkv._src.blocks._rows import RowAllocator, Work
+from jaxkv._src.blocks._rows import RowAllocator, RowWork, Work
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._steps import StepPlanner
 from jaxkv._src.internal.checks import (
@@ -136,17 +136,17 @@ class BlockManager(Unique):
     def __repr__(self) -> str:
         pool = self.block_pool
         return (
-            f"BlockManager({len(self._rows.of)} of {self._max_requests} rows taken, "
+            f"BlockManager({len(self._rows.by_name)} of {self._max_requests} rows taken, "
             f"{pool.num_free_blocks:,} of {pool.num_blocks:,} blocks free)"
         )
 
     def _repr_html_(self) -> str:
         held = [
             (request, row, self._state.computed[row], *self._state.num_blocks_of(np.array([row])))
-            for request, row in itertools.islice(self._rows.of.items(), MAX_SHOWN)
+            for request, row in itertools.islice(self._rows.by_name.items(), MAX_SHOWN)
         ]
         groups = [f"blocks of group {index}" for index in range(len(self._plan.groups))]
-        more = f"; {MAX_SHOWN} of them shown" if len(self._rows.of) > MAX_SHOWN else ""
+        more = f"; {MAX_SHOWN} of them shown" if len(self._rows.by_name) > MAX_SHOWN else ""
         header = ["request", "row", "computed tokens", *groups]
         return html_table(held, caption=f"{self!r}{more}", header=header)
 
@@ -182,7 +182,7 @@ class BlockManager(Unique):
     @property
     def requests(self) -> Mapping[Any, int]:
         """Running requests and the table row of each: a view that follows the manager."""
-        return types.MappingProxyType(self._rows.of)
+        return types.MappingProxyType(self._rows.by_name)
 
     @property
     def num_free_blocks(self) -> int:
@@ -192,8 +192,8 @@ class BlockManager(Unique):
     @property
     def computed_tokens(self) -> Mapping[Any, int]:
         """Running requests and the tokens of each that are in the cache, after all uploads."""
-        rows = np.fromiter(self._rows.of.values(), np.int64, len(self._rows.of))
-        return dict(zip(self._rows.of, self._state.computed[rows].tolist(), strict=True))
+        rows = np.fromiter(self._rows.by_name.values(), np.int64, len(self._rows.by_name))
+        return dict(zip(self._rows.by_name, self._state.computed[rows].tolist(), strict=True))
 
     @property
     def computed_by_row(self) -> np.ndarray:
@@ -218,7 +218,9 @@ class BlockManager(Unique):
         Args:
           requests: running requests; all of them if none is given.
         """
-        rows = [self._rows.row(name) for name in requests] if requests else self._rows.of.values()
+        rows = (
+            [self._rows.row(name) for name in requests] if requests else self._rows.by_name.values()
+        )
         rows = np.fromiter(rows, np.int64, len(rows))
         return tuple(self._state.num_blocks_of(rows).tolist())
 
@@ -490,7 +492,7 @@ class BlockManager(Unique):
             computed = int(self._state.computed[row])
             if count > max(computed, self._prefixes.kept.num_known(row)):
                 raise _past(count, computed, name)
-        rows = np.array([self._rows.of[name] for name in num_tokens], np.int64)
+        rows = np.array([self._rows.by_name[name] for name in num_tokens], np.int64)
         counts = np.array(list(num_tokens.values()), np.int64)
         stay = np.minimum(counts, self._state.computed[rows])
         check_rewind(self._state, list(num_tokens), rows, stay)
@@ -538,7 +540,9 @@ class BlockManager(Unique):
         """
         pending = np.zeros(self._max_requests, bool)
         if self._state.copies:
-            pending[[row for row in self._rows.of.values() if self._state.awaits_copy(row)]] = True
+            pending[
+                [row for row in self._rows.by_name.values() if self._state.awaits_copy(row)]
+            ] = True
         return pending
 
     def is_loading(self, request: Hashable) -> bool:
@@ -656,6 +660,20 @@ class BlockManager(Unique):
         before anybody writes to its blocks. A manager without ``host_memory`` has none.
         """
         return None if self._offload is None else self._offload.take_transfers()
+
+    def work_by_row(self, rows: np.ndarray, num_tokens: np.ndarray) -> RowWork:
+        """Returns work for `step` and `grow`, which then look up no names.
+
+        It stays valid when requests start or finish, but is then read by name.
+
+        Args:
+          rows: int64[N], distinct table rows of running requests, in the order of the batch.
+          num_tokens: int64[N], new tokens of each.
+
+        Raises:
+          ValueError: no request runs in one of the rows.
+        """
+        return self._rows.work(rows, num_tokens)
 
     @_alone
     def grow(self, work: Work) -> None:

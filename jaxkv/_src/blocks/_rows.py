@@ -8,62 +8,80 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.internal.checks import check_name, check_new_names
-from jaxkv._src.internal.frozen import FrozenDict
+from jaxkv._src.internal.named_ints import NamedInts
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.uploads import Batch
 
 Work = Mapping[Any, int]
-PLAIN_NAMES = (str, int, bytes)  # names that are the same if they are equal
+
+
+class RowWork(NamedInts):
+    """New tokens of requests by name, which a manager reads by row as long as it gives out none.
+
+    batch: the rows and new tokens.
+    """
+
+    def __init__(self, names: np.ndarray, batch: Batch, version: object):
+        super().__init__(names, batch.counts)
+        self.batch, self.version = batch, version
 
 
 class RowAllocator:
     """The table rows of running requests, and the free rows.
 
-    of: row of each running request.
+    by_name: row of each running request.
     max_in_flight_tokens: most tokens that a request computes in one step.
     """
 
     def __init__(self, max_requests: int, max_in_flight_tokens: int):
-        self._max_requests, self.max_in_flight_tokens = max_requests, max_in_flight_tokens
-        self.of: dict[Hashable, int] = {}
+        self.max_in_flight_tokens = max_in_flight_tokens
+        self.by_name: dict[Hashable, int] = {}
+        self._names, self._is_taken = np.empty(max_requests, object), np.zeros(max_requests, bool)
         self._free = deque(range(max_requests))
-        self._num_odd_names = 0  # running requests whose names are not `PLAIN_NAMES`
-        # The work that was read last, its names and its counts.
-        self._last: tuple[Work, list[Hashable], list[Any], Batch] | None = None
+        self._version = object()  # a new one whenever a row changes hands
+        # The names that were read last, and their rows; steps of the same requests follow.
+        self._last: tuple[list[Hashable], np.ndarray] | None = None
 
     def row(self, request: Hashable) -> int:
         """Returns the row of a running request."""
         try:
-            return self.of[request]
+            return self.by_name[request]
         except (KeyError, TypeError):
             check_name(request)
             raise ValueError(f"request={request!r} is not running; start it first") from None
 
     def name(self, row: int) -> Hashable:
         """Returns the request that has a row."""
-        return next(name for name, at in self.of.items() if at == row)
+        return self._names[row]
 
     def check_new(self, requests: Sequence[Hashable]) -> None:
         """Raises TypeError or ValueError unless all requests can be started."""
-        check_new_names(requests, self.of)
+        check_new_names(requests, self.by_name)
         if len(requests) > len(self._free):
             raise ValueError(
                 f"{len(requests)} requests need rows, and {len(self._free)} rows are free: "
-                f"{len(self.of)} requests are running; raise max_requests or finish one"
+                f"{len(self.by_name)} requests are running; raise max_requests or finish one"
             )
 
     def take(self, request: Hashable) -> int:
         """Gives a request the row that has been free the longest."""
-        row = self.of[request] = self._free.popleft()
-        self._num_odd_names += type(request) not in PLAIN_NAMES
+        row = self.by_name[request] = self._free.popleft()
+        self._names[row], self._is_taken[row] = request, True
+        self._version = object()
         return row
 
     def give_back(self, request: Hashable) -> None:
         """Frees the row of a request."""
-        row = self.of.pop(request)
-        self._num_odd_names -= type(request) not in PLAIN_NAMES
+        row = self.by_name.pop(request)
+        self._names[row], self._is_taken[row] = None, False
         self._free.append(row)
-        self._last = None
+        self._version, self._last = object(), None
+
+    def work(self, rows: np.ndarray, num_tokens: np.ndarray) -> RowWork:
+        """Returns the work of requests in distinct rows, for `batch`."""
+        if not self._is_taken[rows].all():
+            raise ValueError(f"rows={rows.tolist()} must be of running requests")
+        return RowWork(self._names[rows], Batch.of(rows, num_tokens), self._version)
 
     def batch(self, work: Work) -> Batch:
         """Returns the rows and new tokens of a step.
@@ -72,43 +90,32 @@ class RowAllocator:
           TypeError, ValueError: a request is not running, or its number of tokens is not an int,
             is below 1, or is more than ``limits.max_in_flight_tokens`` of the plan.
         """
-        if self._last is not None and work is self._last[0] and isinstance(work, FrozenDict):
-            return self._last[-1]
-        if not isinstance(work, Mapping):
+        if isinstance(work, RowWork) and work.version is self._version:
+            batch = work.batch
+        elif isinstance(work, Mapping):
+            batch = Batch.of(self._rows_of(list(work)), _as_counts(list(work.values())))
+        else:
             raise TypeError(
                 f"work must map requests to their new tokens, got {type(work).__name__}"
             )
-        names, counts = list(work), list(work.values())
-        rows = None
-        if self._last is not None:  # consecutive steps often have the same work
-            _, last_names, last_counts, last = self._last
-            if self._are_same(names, last_names):
-                if _sum_is_int(counts) and last_counts == counts:
-                    self._last = work, names, counts, last
-                    return last
-                rows = last.rows
-        batch = Batch.of(self._rows_of(names) if rows is None else rows, _as_counts(counts))
         self._check_counts(batch)
-        self._last = work, names, counts, batch
         return batch
 
-    def _are_same(self, names: list[Hashable], others: list[Hashable]) -> bool:
-        """Returns whether two lists name the same requests.
-
-        Names of NumPy and tuples of them are compared element by element, so equality says little.
-        """
-        if self._num_odd_names:
-            return len(names) == len(others) and all(map(operator.is_, names, others))
-        return names == others
-
-    def _rows_of(self, names: Sequence[Hashable]) -> np.ndarray:
+    def _rows_of(self, names: list[Hashable]) -> np.ndarray:
+        if self._last is not None:
+            last, rows = self._last
+            # Compared by identity, because `==` of a name may return an array.
+            if len(names) == len(last) and all(map(operator.is_, names, last)):
+                return rows
         try:
-            return np.array([self.of[name] for name in names], np.int64)
+            rows = np.array([self.by_name[name] for name in names], np.int64)
         except KeyError as error:
             raise ValueError(
                 f"request={error.args[0]!r} is not running; start it first or, if it has ended, "
                 "leave it out"
             ) from None
+        self._last = names, rows
+        return rows
 
     def _check_counts(self, batch: Batch) -> None:
         """Raises ValueError for a request that computes no token, or more than the plan admits."""
@@ -120,14 +127,6 @@ class RowAllocator:
                 f"a step; give 1 to limits.max_in_flight_tokens={most} of the plan: leave the "
                 "request out, split its tokens, or plan with larger limits"
             )
-
-
-def _sum_is_int(counts: Sequence[Any]) -> bool:
-    """Returns whether counts are ints or bools, because other numbers have other sums."""
-    try:
-        return type(sum(counts)) is int
-    except (TypeError, ValueError):
-        return False
 
 
 def _as_counts(counts: Sequence[Any]) -> np.ndarray:

@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxkv._src.cache import CacheError
 from jaxkv._src.engine._device import Device
-from jaxkv._src.engine._packer import NONE_SAMPLED, Packer, Step
+from jaxkv._src.engine._packer import NONE_SAMPLED, Packer, Sampled, Step
 from jaxkv._src.engine._samples import Sample
 from jaxkv._src.engine._sampling import FinishReason, Output
 
@@ -55,7 +55,7 @@ class Calls:
                 self._start(steps)
             self.is_broken = False
             num_left = LOOKAHEAD_CALLS - 1 if calls else num_left
-        if self.packer.samples.of and not self.in_flight:
+        if self.packer.samples.tokens and not self.in_flight:
             raise RuntimeError(f"{self.packer.scheduler!r} found no work, although requests wait")
         self._collect(num_left)
 
@@ -111,7 +111,7 @@ class Calls:
         packer.manager.reset()
         packer.scheduler.restart()
         for name in packer.scheduler.waiting:
-            if name not in samples.of:
+            if name not in samples.tokens:
                 packer.scheduler.finish(name)
         self.is_broken = False
 
@@ -138,24 +138,28 @@ class Calls:
             for sampled, step in zip(outs, steps, strict=True):
                 if sampled[-1]:
                     raise CacheError(int(sampled[-1]))
-                self._take(sampled, step.sampled.samples)
+                self._take(sampled, step.sampled)
             self.is_broken = False
 
-    def _take(self, out: np.ndarray, samples: list[Sample]) -> None:
+    def _take(self, out: np.ndarray, sampled: Sampled) -> None:
         """Gives samples what a step sampled for them, and ends those that are done."""
-        stats, half, count = self.packer.stats, out.size // 2, len(samples)
-        numbers = out[:count].tolist(), out[half:][:count].view(np.float32).tolist()
+        half, (samples, index) = out.size // 2, sampled
         # The others ended before these tokens.
-        sampled = [one for one in zip(samples, *numbers, strict=True) if one[0].reason is None]
-        stats.sampled_tokens += len(sampled)
-        stats.nan_tokens += sum([logprob != logprob for _, _, logprob in sampled])
-        for sample, token, logprob in sampled:
-            tokens, sampling = sample.tokens, sample.sampling
-            self.changed.setdefault(sample, len(tokens))
+        alive = np.array([sample.reason is None for sample in samples], bool).nonzero()[0]
+        tokens, logprobs = out[alive].tolist(), out[half:][alive].view(np.float32)
+        self.packer.stats.sampled_tokens += alive.size
+        self.packer.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
+        self.packer.samples.num_known[index[alive]] += 1
+        if alive.size < len(samples):
+            samples = [samples[at] for at in alive.tolist()]
+        changed = self.changed
+        for sample, token, logprob in zip(samples, tokens, logprobs.tolist(), strict=True):
+            known, sampling = sample.tokens, sample.sampling
+            changed.setdefault(sample, len(known))
             if sampling.logprobs:
                 sample.add_logprob(logprob)
-            tokens.append(token)  # from here on the sample has it
-            if token in sampling.stop_token_ids or len(tokens) == sample.end:
+            known.append(token)  # from here on the sample has it
+            if len(known) == sample.end or token in sampling.stop_token_ids:
                 self._end(sample, "stop" if token in sampling.stop_token_ids else "length")
 
     def _note(self, sample: Sample) -> Sample:

@@ -326,7 +326,7 @@ class Engine(Unique):
         calls.mend()
         if self.has_work:
             raise ValueError(
-                f"the engine has {len(self._samples.of)} samples that have not ended, or outputs "
+                f"the engine has {len(self._samples.tokens)} samples that have not ended, or outputs "
                 "that step has not returned: generate needs it for itself; call step until "
                 "has_work is False, or add these prompts to them"
             )
@@ -346,16 +346,17 @@ class Engine(Unique):
 
     def _add(self, samples: list[Sample], **prefix: Any) -> None:
         first, self._calls.is_broken = samples[0], True
-        for sample in samples:
-            self._samples.add(sample)
+        self._samples.tokens |= {sample.name: sample.tokens for sample in samples}
         sizes = {"samples": len(samples), "max_tokens": first.end}
         try:
             self._scheduler.add(first.request, first.num_prompt, **sizes, **prefix)
         except (TypeError, ValueError):
             for sample in samples:
-                self._samples.leave(sample)
+                del self._samples.tokens[sample.name]
             self._calls.is_broken = False
             raise
+        for sample in samples:
+            self._samples.add(sample, self._scheduler.index(sample.name))
         self._device.kind = max(self._device.kind, first.sampling.kind)
         self._samples.of_request[first.request] = samples  # from here on it is there
         self._calls.is_broken = False

@@ -1,9 +1,7 @@
 """The choice and the packing of an engine's steps."""
 
 import dataclasses
-import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,18 +15,16 @@ from jaxkv._src.uploads import Ring, StepShape, Upload
 
 
 class Sampled(NamedTuple):
-    """The samples that a step draws a token for.
+    """The samples that a step samples a token for.
 
-    places: by name, `Schedule.samples` of the step.
-    slots: int64[S], see `Sample`.
+    index: int64[S], of each in `Samples`.
     """
 
-    places: Mapping[Any, int]
     samples: list[Sample]
-    slots: np.ndarray
+    index: np.ndarray
 
 
-NONE_SAMPLED = Sampled({}, [], np.zeros(0, np.int64))
+NONE_SAMPLED = Sampled([], np.zeros(0, np.int64))
 
 
 class Step(NamedTuple):
@@ -73,20 +69,19 @@ class Packer:
         steps: list[Step] = []
         idle: list[Step] = []
         shape: StepShape | None = None  # of all of them
-        while self.samples.of and len(steps) < most_steps:
+        while self.samples.tokens and len(steps) < most_steps:
             schedule = self.scheduler.schedule(max_tokens=self._most_tokens())
             if not schedule.work:
                 if shape is not None and most_steps < 2 * len(steps):
                     idle = [Step(shape.idle(self.ring)) for _ in range(most_steps - len(steps))]
                 break
-            num_tokens = sum(schedule.work.values())
-            wanted = self.buckets.fitting(schedule, num_tokens)
+            wanted = self.buckets.fitting(schedule)
             if shape is None:
                 shape = wanted
             elif wanted.max_query_len > 1 or wanted.max_tokens > shape.max_tokens:
                 break  # the schedule comes again
             steps.append(self._pack(schedule, shape))
-            self._count(schedule, num_tokens, shape.max_tokens - num_tokens)
+            self._count(schedule, shape.max_tokens - schedule.num_tokens)
             if shape.max_query_len > 1:
                 break
         # Transfers read what the steps of earlier calls have written.
@@ -97,49 +92,45 @@ class Packer:
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
         decodes = len(self.sampled.samples)  # have drawn a token, and want one more
-        if decodes == len(self.samples.of):
+        if decodes == len(self.samples.tokens):
             return None
         return self.buckets.fill(self.scheduler.wanted(), decodes)
 
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
-        sampled = self.sampled
-        goes_on = schedule.samples is sampled.places  # those of all running requests
-        if not goes_on:
-            samples = [self.samples.of[name] for name in schedule.samples]
-            slots = np.array([sample.slot for sample in samples], np.int64)
-            sampled = Sampled(schedule.samples, samples, slots)
-        records, count = self.samples.records[sampled.slots], sampled.slots.size
-        ids = -1 - records["place"] if goes_on else self._token_ids(schedule)
+        index, ids = schedule.samples.index, self._token_ids(schedule)
+        records, count = self.samples.records[index], index.size
         place = self.place % (self.num_drawn - self.manager.max_requests)
         place += self.manager.max_requests  # those before are of idle steps
-        if not goes_on:
-            records["index"] = list(schedule.samples.values())
+        records["index"] = schedule.samples.ints
         records["position"] += 1
         records["place"] = place + np.arange(count)
         extra = np.zeros(shape.extra, np.int32)
         extra[: ids.size] = ids
         extra[shape.max_tokens :].view(RECORD)[:count] = records
         upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
-        self.samples.records[sampled.slots] = records
-        self.place, self.sampled = place, sampled
-        going_on, answers = records["position"] < records["last"], schedule.work
-        if not goes_on or np.count_nonzero(going_on) < count:
-            answers = dict.fromkeys(itertools.compress(schedule.samples, going_on), 1)
-        self.scheduler.append(answers)
-        return Step(upload, sampled, self.manager.take_transfers())
-
-    def _count(self, schedule: Schedule, num_tokens: int, num_padded: int) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.computed_tokens += num_tokens
-        stats.padded_tokens += num_padded
-        stats.preemptions += len(schedule.preempted)
-        stats.cached_tokens += sum(hit.num_cached_tokens for hit in schedule.hits.values())
+        self.samples.records[index] = records
+        self.place = place
+        self.sampled = Sampled(self.samples.by_index[index].tolist(), index)
+        self.scheduler.append(index[records["position"] < records["last"]])
+        return Step(upload, self.sampled, self.manager.take_transfers())
 
     def _token_ids(self, schedule: Schedule) -> np.ndarray:
         """Returns the token ids of a step; ``-1 - i`` for the one in place i on the device."""
-        ids, ends = schedule.token_ids, np.cumsum(list(schedule.work.values()))
-        unknown = ids[ends - 1] < 0  # only the last of a request
-        slots = [self.samples.of[name].slot for name in itertools.compress(schedule.work, unknown)]
-        ids[ends[unknown] - 1] = -1 - self.samples.records["place"][slots]
+        batch, index, samples = schedule.work.batch, schedule.index, self.samples
+        ids, ends = np.empty(batch.num_tokens, np.int32), schedule.num_computed + batch.counts
+        is_late = ends > samples.num_known[index]  # the last token of a request, no other one
+        ids[batch.ends[is_late] - 1] = -1 - samples.records["place"][index[is_late]]
+        for at in (~is_late | (batch.counts > 1)).nonzero()[0].tolist():
+            start, end = schedule.num_computed.item(at), ends.item(at)
+            known = samples.by_index[index[at]].tokens[start:end]
+            first = batch.ends.item(at) - batch.counts.item(at)
+            ids[first : first + len(known)] = known
         return ids
+
+    def _count(self, schedule: Schedule, num_padded: int) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.computed_tokens += schedule.num_tokens
+        stats.padded_tokens += num_padded
+        stats.preemptions += len(schedule.preempted)
+        stats.cached_tokens += sum(hit.num_cached_tokens for hit in schedule.hits.values())

@@ -29,18 +29,19 @@ class Sample:
     logprobs: f32s, of the generated ones, if the request asks for them.
     end: tokens that it may have, the prompt's included.
     seed: of its request's random numbers.
-    slot: of its record in `Samples.records`; -1: none.
+    index: in the scheduler and in `Samples`; -1: none.
+    number: of its request's samples.
     """
 
     name: Hashable
     request: Hashable
-    index: int
+    number: int
     sampling: Sampling
     tokens: array.array[int]
     num_prompt: int
     end: int
     seed: int
-    slot: int = -1
+    index: int = -1
     logprobs: array.array[float] = dataclasses.field(default_factory=lambda: array.array("f"))
     reason: FinishReason | None = None
 
@@ -61,24 +62,27 @@ class Sample:
         tokens, logprobs = self.tokens[start:].tolist(), None
         if self.sampling.logprobs:
             logprobs = self.logprobs[start - self.num_prompt :][: len(tokens)].tolist()
-        return Output(self.request, self.index, tokens, logprobs, self.reason)
+        return Output(self.request, self.number, tokens, logprobs, self.reason)
 
 
 class Samples:
     """All samples that have not ended.
 
     of_request: by request. All else is derived from it, see `restart`.
-    of: by name.
     tokens: token ids by name, for the scheduler.
+    by_index: object[N], by `Scheduler.index`.
     records: a `RECORD` of each, as it was sent last.
+    num_known: int64[N], tokens of each that the host knows.
     """
 
     def __init__(self, max_model_len: int, seed: int):
         self._max_model_len, self._seeds = max_model_len, np.random.default_rng(seed)
-        self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, array.array[int]] = {}
         self.of_request: dict[Hashable, list[Sample]] = {}
-        self.records, self._free = np.zeros(64, RECORD), list(range(64))
+        self._set(np.empty(64, object), np.zeros(64, RECORD), np.zeros(64, np.int64))
+
+    def _set(self, by_index: np.ndarray, records: np.ndarray, num_known: np.ndarray) -> None:
+        self.by_index, self.records, self.num_known = by_index, records, num_known
 
     def made(
         self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None, vocab_size: int
@@ -105,7 +109,7 @@ class Samples:
             )
         names = [request, *((request, index) for index in range(1, sampling.n))]
         for one in names:
-            if one in self.of_request or one in self.of:
+            if one in self.of_request or one in self.tokens:
                 raise ValueError(f"request={one!r} has not ended; use another name")
         seed = int(self._seeds.integers(2**32)) if sampling.seed is None else sampling.seed
         tokens, numbers = array.array("i", ids.tobytes()), (ids.size, end, seed)
@@ -117,16 +121,17 @@ class Samples:
         """Returns all samples."""
         return [sample for samples in self.of_request.values() for sample in samples]
 
-    def add(self, sample: Sample) -> None:
-        """Adds a sample to all but ``of_request``."""
-        if not self._free:
-            self._free = list(range(self.records.size, 2 * self.records.size))
-            self.records = np.append(self.records, np.zeros_like(self.records))
-        sample.slot = self._free.pop()
-        self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
+    def add(self, sample: Sample, index: int) -> None:
+        """Adds a sample, whose tokens the scheduler knows already, to all but ``of_request``."""
+        while index >= self.records.size:
+            parts = self.by_index, self.records, self.num_known
+            self._set(*[np.append(part, np.empty_like(part)) for part in parts])
+        sample.index = index
+        self.by_index[index], self.tokens[sample.name] = sample, sample.tokens
         last = sample.end - sample.num_prompt - 1
-        self.records[sample.slot] = record_of(sample.sampling, sample.seed, sample.index, last)
-        self.records["position"][sample.slot] = len(sample.tokens) - sample.num_prompt - 1
+        self.records[index] = record_of(sample.sampling, sample.seed, sample.number, last)
+        self.records["position"][index] = len(sample.tokens) - sample.num_prompt - 1
+        self.num_known[index] = len(sample.tokens)
 
     def restart(self) -> None:
         """Derives all but ``of_request`` again, from the samples there that have not ended."""
@@ -135,28 +140,23 @@ class Samples:
             if sample.reason is None:
                 alive.setdefault(sample.request, []).append(sample)
         self.of_request = alive
-        self.of.clear()
         self.tokens.clear()
-        self._free = list(range(self.records.size))
+        self._set(np.empty(64, object), np.zeros(64, RECORD), np.zeros(64, np.int64))
         for sample in self.listed():
-            self.add(sample)
-
-    def leave(self, sample: Sample) -> None:
-        """Takes a sample out of all but ``of_request``."""
-        del self.of[sample.name], self.tokens[sample.name]
-        self._free.append(sample.slot)
+            self.add(sample, sample.index)
 
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""
-        self.leave(sample)
+        del self.tokens[sample.name]
+        self.by_index[sample.index] = None
         others = self.of_request[sample.request]
         others.remove(sample)
         if not others:
             del self.of_request[sample.request]
 
 
-def record_of(sampling: Sampling, seed: int, sample: int, last: int) -> tuple[Any, ...]:
+def record_of(sampling: Sampling, seed: int, number: int, last: int) -> tuple[Any, ...]:
     """Returns the `RECORD` of a sample that has drawn nothing."""
-    numbers = sample, sampling.top_k or 0, sampling.temperature, sampling.top_p, sampling.min_p
+    numbers = number, sampling.top_k or 0, sampling.temperature, sampling.top_p, sampling.min_p
     stops = [*sampling.stop_token_ids, *(-1,) * NUM_STOPS][:NUM_STOPS]
     return (0, -1, last, 0, *numbers, seed, stops)

@@ -82,12 +82,12 @@ class ShapeBuckets:
 
         return best(wanted.tokens)[1]
 
-    def fitting(self, schedule: Schedule, num_tokens: int) -> StepShape:
-        """Returns the smallest shape that holds a schedule of so many tokens."""
-        shapes, wanted = self.mixed, num_tokens
-        if self.decode and num_tokens == len(schedule.work):
+    def fitting(self, schedule: Schedule) -> StepShape:
+        """Returns the smallest shape that holds a schedule."""
+        shapes, wanted = self.mixed, schedule.num_tokens
+        if self.decode and wanted == len(schedule.work):
             # A prompt of which one token is computed may have several samples.
-            shapes, wanted = self.decode, max(num_tokens, len(schedule.samples))
+            shapes, wanted = self.decode, max(wanted, len(schedule.samples))
         return next(shape for size, shape in shapes.items() if size >= wanted)
 
 

@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Hashable, Mapping
+
+import numpy as np
 
 from jaxkv._src.blocks import OutOfBlocksError, PrefixHit
 from jaxkv._src.scheduler._budget import StepBudget
@@ -57,47 +58,46 @@ class Admission:
             found, count = found + queues.num_tokens(request), count + 1
         return found, count < len(queues.waiting)
 
-    def admit(self, step: StepBudget, *, may_wait: bool) -> dict[Hashable, PrefixHit]:
-        """Starts waiting requests in order, for as long as there is room; returns their hits.
+    def admit(self, step: StepBudget, *, may_wait: bool) -> list[tuple[Request, PrefixHit]]:
+        """Starts waiting requests in order, while blocks are left; returns them and their hits.
 
         Args:
           may_wait: whether those that wait for host memory get no tokens, because others have work.
         """
-        queues, room = self._queues, self._budget_left()
-        hits: dict[Hashable, PrefixHit] = {}
-        started: list[Request] = []
+        queues, budget, first = self._queues, self._budget_left(), step.index.size
+        started: list[tuple[Request, PrefixHit]] = []
         try:
             for request in queues.waiting[: queues.num_free_rows]:
-                hit = None if step.is_full else self._start(step, request, room)
+                hit = None if step.is_full else self._start(step, request, budget)
                 if hit is None:
                     break
                 if may_wait and self._manager.is_loading(request.name):
-                    step.take_back(request.name)
-                hits[request.name] = hit
-                started.append(request)
+                    step.take_back(request.index)
+                started.append((request, hit))
         except Exception:  # of one whose token ids are missing, say; none starts then
-            for request in started:
-                self._prompts.swap_out(request)
+            for request, _ in started:
+                self._undo(request)
             raise
-        while (work := {n: step.work[n] for n in hits if n in step.work}) and not self.grows(work):
-            last = started.pop()  # some of the blocks in `AdmissionBudget` are no longer there
-            self._prompts.swap_out(last)
-            if last.name in work:
-                step.take_back(last.name)
-            del hits[last.name]
+        while step.index.size > first and not self.grows(step.index[first:], step.counts[first:]):
+            last, _ = started.pop()  # some of the blocks in `AdmissionBudget` are no longer there
+            self._undo(last)
+            step.take_back(last.index)
         del queues.waiting[: len(started)]
-        for request in started:
-            queues.run(request, hits[request.name].row)
-            queues.ledger.prefill_tokens[request.index] = queues.num_tokens(request)
+        for request, _ in started:
+            queues.table.prefill_tokens[request.index] = queues.num_tokens(request)
             if request.chunk_ends:
-                queues.in_chunks[request.name] = request
-        queues.sort_running()
-        return hits
+                queues.in_chunks.add(request)
+        return started
+
+    def _undo(self, request: Request) -> None:
+        """Ends a request that was just started."""
+        self._prompts.swap_out(request)
+        self._queues.stop(request)
 
     def _start(self, step: StepBudget, request: Request, room: AdmissionBudget) -> PrefixHit | None:
         """Starts a request with its cached prefix and gives it tokens, if there is room."""
-        name, ledger, limit = request.name, self._queues.ledger, self._options.cached_tokens
-        if ledger.needs_token[request.index] or not self._knows_ids(request):
+        index, limit = request.index, self._options.cached_tokens
+        if self._queues.table.needs_token[index] or not self._knows_ids(request):
             return None
         num_tokens, draft_start = self._queues.num_tokens(request), self._draft_start(request)
         # Only a request that has all the room of a step to itself may take a part of a prefix.
@@ -113,7 +113,7 @@ class Admission:
             return None
         if cached > step.cached_tokens or (cached and may_copy > step.forks):
             return None
-        if not step.give(name, num_tokens - cached, draft_start=draft_start - cached):
+        if not step.give(index, num_tokens - cached, draft_start=draft_start - cached):
             return None
         hit = self._prompts.start(
             request, num_tokens, draft_start=draft_start, max_cached_tokens=most
@@ -121,26 +121,30 @@ class Admission:
         # Too few blocks may be free for those of the prefix that are in host memory.
         cached = hit.num_cached_tokens
         end = self._prompts.next_chunk_end(request, cached)  # which the start has chosen
-        step.take_back(name)
+        step.take_back(index)
         more = num_tokens - cached
-        step.give(name, more, at_most=end - cached, draft_start=draft_start - cached)
+        step.give(index, more, at_most=end - cached, draft_start=draft_start - cached)
         step.cached_tokens -= cached
         step.forks -= bool(cached) and may_copy
         room.take(request, blocks - sum(hit.shared_blocks))
+        self._queues.run(request, hit.row)
         return hit
 
     def _draft_start(self, request: Request) -> int:
-        return self._queues.ledger.draft_starts.item(request.index)
+        return self._queues.table.draft_starts.item(request.index)
 
     def _knows_ids(self, request: Request) -> bool:
         """Returns whether the ids of a waiting request are known, except those of its drafts."""
         tokens = min(self._queues.num_tokens(request), self._draft_start(request) + 1)
         return self._prompts.is_known(request.name, tokens)
 
-    def grows(self, work: Mapping[Hashable, int]) -> bool:
-        """Takes the blocks of requests. Returns False if there are too few, and none is taken."""
+    def grows(self, index: np.ndarray, counts: np.ndarray) -> bool:
+        """Takes the blocks for new tokens of running requests, int64[N] each.
+
+        Returns False if too few blocks are free, and takes none.
+        """
         try:
-            self._manager.grow(work)
+            self._manager.grow(self._manager.work_by_row(self._queues.table.rows[index], counts))
         except OutOfBlocksError:
             return False
         return True
@@ -149,12 +153,11 @@ class Admission:
 
     def _budget_left(self) -> AdmissionBudget:
         """Returns the room next to the running requests."""
-        running, reserved = self._queues.now_running(), 0
         if not self._options.preemption:
-            return AdmissionBudget(reserved, running.order.blocks)
-        for at in running.is_prefill.nonzero()[0].tolist():
-            reserved += self._reserved_blocks(running.order.requests[at])
-        return AdmissionBudget(reserved, (0, 0))
+            return AdmissionBudget(0, self._queues.most_blocks())
+        running = self._queues.now_running()
+        prefills = self._queues.table.requests[running.index[running.is_prefill]].tolist()
+        return AdmissionBudget(sum(map(self._reserved_blocks, prefills)), (0, 0))
 
     def _fits_budget(self, request: Request, room: AdmissionBudget, reserved: int) -> bool:
         """Returns whether a request can start, whose prompt takes ``reserved`` free blocks."""
@@ -171,7 +174,7 @@ class Admission:
 
     def _prompt_blocks(self, request: Request) -> int:
         """Returns the blocks that a request takes until it decodes, if it does."""
-        longest = self._queues.ledger.max_tokens.item(request.index)
+        longest = self._queues.table.max_tokens.item(request.index)
         return self._admission_blocks(min(self._queues.num_tokens(request) + 1, longest))
 
     def has_room_for(self, request: Request, num_tokens: int) -> bool:
@@ -185,7 +188,7 @@ class Admission:
 
     def fork_budget(self) -> AdmissionBudget:
         """Returns the room that samples which start together share."""
-        return AdmissionBudget(0, self._queues.order.blocks)
+        return AdmissionBudget(0, self._queues.most_blocks())
 
     def num_forks(self, donor: Request, most: int, room: AdmissionBudget) -> int:
         """Returns how many of ``most`` samples can share a request's blocks; takes their room."""

@@ -1,35 +1,44 @@
-"""`StepBudget`: the work of a step that is being chosen, and the room that is left. No jax."""
-
-import itertools
-from collections.abc import Hashable
+"""`StepBudget`: the work of a step that is being chosen, and what more the step takes. No jax."""
 
 import numpy as np
 
-from jaxkv._src.internal.frozen import FrozenDict
-from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Running
+from jaxkv._src.scheduler._requests import ANYWHERE, Running
+
+NONE = np.zeros(0, np.int64)
 
 
 class StepBudget:
-    """The work of a step that is being chosen, and the room that is left in it.
+    """The work of a step that is being chosen, and what more the step takes.
 
-    unfinished: requests of the work that will still have tokens to compute after the step.
-    forks, cached_tokens: room for these that is left; see `StepShape.for_plan`.
-    everyone: all running requests, if the work is one token of each; else None.
+    index, counts: int64[N], the requests of the work in the `RequestTable`, and their new tokens.
+    forks, cached_tokens: how many more the step takes; see `StepShape.for_plan`.
     """
 
     def __init__(
         self, max_tokens: int, batch_size: int, longest: int, *, forks: int, cached_tokens: int
     ):
-        self.work: dict[Hashable, int] = {}
+        self.index, self.counts = NONE, NONE
         self.forks, self.cached_tokens = forks, cached_tokens
-        self.unfinished: set[Hashable] = set()
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
-        self.everyone: InOrder | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether the step has no room for another token or another request."""
+        """Whether the step takes neither another token nor another request."""
         return self._tokens < 1 or self._requests < 1
+
+    def __contains__(self, index: int) -> bool:
+        """Returns whether the request of an index gets tokens."""
+        return bool(np.count_nonzero(self.index == index))
+
+    @property
+    def work(self) -> tuple[np.ndarray, np.ndarray]:
+        """The requests of the step and their new tokens, int64[N] each."""
+        return self.index, self.counts
+
+    def work_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the part of `work` that is of one request."""
+        at = self.index == index
+        return self.index[at], self.counts[at]
 
     def has_room_for(self, running: Running) -> np.ndarray:
         """Returns the requests that get tokens if no other request does, bool[N]."""
@@ -40,7 +49,7 @@ class StepBudget:
 
     def give(
         self,
-        name: Hashable,
+        index: int,
         num_tokens: int,
         *,
         at_most: int = ANYWHERE,
@@ -58,16 +67,14 @@ class StepBudget:
             count = 0
         if count < 1 or self.is_full:
             return False
-        self._add({name: count}, count)
-        if count < num_tokens:
-            self.unfinished.add(name)
+        self._add(np.array([index]), np.array([count]))
         return True
 
     def give_all(self, running: Running, chosen: np.ndarray) -> None:
-        """Gives running requests their tokens, in order, for as long as there is room.
+        """Gives running requests their tokens, in order, while the step takes more.
 
         Args:
-          chosen: int64[K], the indices of requests in ``running``.
+          chosen: int64[K], the positions of requests in ``running``.
         """
         if not chosen.size:
             return
@@ -81,51 +88,27 @@ class StepBudget:
                 self.give_one(running, at)
             return
         fit = min(int(np.count_nonzero(counts > 0)), self._requests)
-        names, num_tokens = running.order.names, int(np.add.reduce(counts[:fit]))
-        if num_tokens == fit == len(names):
-            self._add(running.order.one_each, num_tokens)
-            self.everyone = running.order
-        else:
-            names = [names[i] for i in chosen[:fit].tolist()]
-            self._add(dict(zip(names, counts[:fit].tolist(), strict=True)), num_tokens)
-        unfinished = is_cut[:fit].tolist()
-        if True in unfinished:
-            self.unfinished.update(itertools.compress(names, unfinished))
+        self._add(running.index[chosen[:fit]], counts[:fit])
 
     def give_one(self, running: Running, at: int) -> bool:
         """Gives a running request its tokens. Returns whether it got any."""
         computed = running.computed.item(at)
         return self.give(
-            running.order.names[at],
+            running.index.item(at),
             running.num_tokens.item(at) - computed,
             at_most=running.chunk_ends.item(at) - computed,
             draft_start=running.draft_starts.item(at) - computed,
         )
 
-    def take_back(self, name: Hashable) -> None:
-        """Takes back the tokens of a request."""
-        self._tokens += self.work.pop(name)
-        self._requests += 1
-        self.unfinished.discard(name)
-        self.everyone = None
+    def take_back(self, index: int) -> None:
+        """Takes back the tokens of a request, if it has any."""
+        stays = self.index != index
+        self._tokens += int(self.counts[~stays].sum())
+        self._requests += stays.size - int(np.count_nonzero(stays))
+        self.index, self.counts = self.index[stays], self.counts[stays]
 
-    @property
-    def chosen(self) -> FrozenDict[Hashable, int]:
-        """The work as it is now: the same object for as long as all requests get one token."""
-        return FrozenDict(self.work) if self.everyone is None else self.everyone.one_each
-
-    def samples(self) -> FrozenDict[Hashable, int]:
-        """Returns the requests that compute their last token, and their indices in the step."""
-        if self.everyone is not None and not self.unfinished:
-            return self.everyone.places
-        places = enumerate(self.work)
-        return FrozenDict({name: i for i, name in places if name not in self.unfinished})
-
-    def _add(self, work: dict[Hashable, int], num_tokens: int) -> None:
-        if self.work:
-            self.work.update(work)
-        else:
-            self.work = work.copy()
-        self._tokens -= num_tokens
-        self._requests -= len(work)
-        self.everyone = None
+    def _add(self, index: np.ndarray, counts: np.ndarray) -> None:
+        self._tokens -= int(np.add.reduce(counts))
+        self._requests -= index.size
+        self.index = np.concatenate([self.index, index])
+        self.counts = np.concatenate([self.counts, counts])

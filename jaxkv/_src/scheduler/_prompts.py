@@ -1,14 +1,16 @@
 """The token ids of a scheduler's requests, and the lookup of their prefixes. No jax."""
 
 import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from jaxkv._src.blocks import PrefixHit, PrefixMatch
 from jaxkv._src.prefixes import as_tokens
 from jaxkv._src.scheduler._options import Options
-from jaxkv._src.scheduler._requests import ANYWHERE, Ledger, Request
+from jaxkv._src.scheduler._requests import ANYWHERE, Request, RequestTable
+from jaxkv._src.scheduler._schedule import Schedule
+from jaxkv._src.uploads import Batch
 
 NO_ID = -1  # of a token that a step in flight samples
 
@@ -90,22 +92,24 @@ class Prompts:
             "or fork it, and each sampled token before you append it"
         )
 
-    def ids_of_step(self, work: Mapping[Hashable, int], starts: np.ndarray) -> np.ndarray:
+    def ids_of_step(self, schedule: Schedule) -> np.ndarray:
         """Returns the token ids of a step, int32[T]; see `Schedule.token_ids`."""
         if self._tokens is None:
             raise ValueError(
                 "token_ids need the ids of all requests; pass tokens= when you make the Scheduler"
             )
-        known, counts = list(map(self._tokens.__getitem__, work)), list(work.values())
+        starts, names = schedule.num_computed, schedule.work.names.tolist()
+        known, batch = list(map(self._tokens.__getitem__, names)), schedule.work.batch
+        ends = (starts + batch.counts).tolist()
         try:
-            ids = _ids_of_step(known, starts, np.array(counts, np.int64))
+            ids = _ids_of_step(known, starts, batch)
         except (TypeError, ValueError):
-            for name, count, start in zip(work, counts, starts.tolist(), strict=True):
-                as_tokens(f"tokens[{name!r}]", self._tokens[name][start : start + count])
+            for name, start, end in zip(names, starts.tolist(), ends, strict=True):
+                as_tokens(f"tokens[{name!r}]", self._tokens[name][start:end])
             raise
         if not self._lookahead_steps and (ids == NO_ID).any():
-            for name, count, start in zip(work, counts, starts.tolist(), strict=True):
-                self.is_known(name, start + count)
+            for name, end in zip(names, ends, strict=True):
+                self.is_known(name, end)
         return ids
 
     # --- prefixes -----------------------------------------------------------------
@@ -192,14 +196,14 @@ class Prompts:
             return False
         return num_tokens < max(self._manager.computed_by_row[request.row], request.num_known or 0)
 
-    def forget_unknown(self, request: Request, ledger: Ledger) -> None:
+    def forget_unknown(self, request: Request, table: RequestTable) -> None:
         """Forgets the tokens of a waiting request whose ids are not known, and what it found."""
         request.found = request.ids = None
         if self._tokens is not None:
             known = max(request.prompt_tokens, self._num_known(request.name))
-            if known < ledger.num_tokens[request.index]:
-                ledger.num_tokens[request.index] = known
-                ledger.draft_starts[request.index] = ANYWHERE
+            if known < table.num_tokens[request.index]:
+                table.num_tokens[request.index] = known
+                table.draft_starts[request.index] = ANYWHERE
 
     def next_chunk_end(self, request: Request, computed: int) -> int:
         """Returns the number of tokens after which the next chunk has to end, or `ANYWHERE`."""
@@ -224,11 +228,11 @@ class Prompts:
 
 
 def _ids_of_step(
-    known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray, counts: np.ndarray
+    known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray, batch: Batch
 ) -> np.ndarray:
     """Returns the token ids of all tokens of a step, int32[T]; `NO_ID` for those not known."""
-    ends = np.add.accumulate(counts)
-    ids = np.full(int(ends[-1]) if ends.size else 0, NO_ID, np.int32)
+    counts, ends = batch.counts, batch.ends
+    ids = np.full(batch.num_tokens, NO_ID, np.int32)
     has_ids = starts < np.fromiter(map(len, known), np.int64, len(known))
     alone = (has_ids & (counts == 1)).nonzero()[0]
     places = zip(alone.tolist(), starts[alone].tolist(), strict=True)

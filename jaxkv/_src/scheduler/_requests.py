@@ -1,8 +1,6 @@
 """The requests of a scheduler, and their token counts in arrays. No jax."""
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +8,6 @@ import numpy as np
 
 from jaxkv._src.blocks import PrefixMatch
 from jaxkv._src.internal.checks import check_at_most, check_name, check_positive
-from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey
 
@@ -30,7 +27,7 @@ class Request:
     num_known: number of token ids that the manager knows while it runs or is parked; None: none.
     may_go_on: whether the ids after these are those of what it computes, so that they may be kept.
     chunk_ends: numbers of tokens after which a later chunk has to end, while it runs.
-    index: of its counts in the `Ledger`.
+    index: in the `RequestTable`.
     row: its row in the block tables while it runs; -1: it waits.
     leader: a request of the same prompt, from which it forks once the prompt is computed.
     samples: requests of which this one is the leader.
@@ -62,9 +59,11 @@ class Request:
         return Request(name, age, *sizes, self.salt, self.extra_keys, self.boundaries)
 
 
-class Ledger:
-    """Token counts of all requests, in arrays that a step reads at once: int64[N] each.
+class RequestTable:
+    """All requests, in arrays by index that a step reads at once: int64[N] each.
 
+    by_name: all requests by name.
+    requests, names: object[N].
     num_tokens: known tokens of each request: prompt, sampled tokens and drafts.
     max_tokens: the most tokens that it will have.
     prefill_tokens: tokens that were known when it was admitted.
@@ -76,66 +75,67 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._hold(np.zeros((7, 64), np.int64))
+        self.by_name: dict[Hashable, Request] = {}
+        self._set(np.zeros((7, 64), np.int64), np.empty((2, 64), object))
         self._free: list[int] = list(range(64))
-        # The counts that were read last, their names, and what was read.
-        self._last: tuple[object, list[Hashable], np.ndarray, np.ndarray] | None = None
 
-    def _hold(self, numbers: np.ndarray) -> None:
-        self.numbers = numbers
+    def _set(self, numbers: np.ndarray, objects: np.ndarray) -> None:
+        self._numbers, self._objects = numbers, objects
         self.num_tokens, self.max_tokens, self.prefill_tokens, self.chunk_ends = numbers[:4]
         self.draft_starts, self.rows, self.needs_token = numbers[4:]
+        self.requests, self.names = objects
 
-    def enter(self, num_tokens: int, max_tokens: int) -> int:
-        """Adds a request, and returns its index in the arrays."""
+    def add(self, request: Request, num_tokens: int, max_tokens: int) -> None:
+        """Adds a request, and gives it an index."""
         if not self._free:
-            size = self.numbers.shape[1]
-            self._hold(np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1))
+            size, parts = self.rows.size, (self._numbers, self._objects)
+            self._set(*[np.append(part, np.empty_like(part), axis=1) for part in parts])
             self._free = list(range(size, 2 * size))
-        index = self._free.pop()
-        self.numbers[:, index] = num_tokens, max_tokens, 0, ANYWHERE, ANYWHERE, -1, 0
-        return index
+        index = request.index = self._free.pop()
+        self._numbers[:, index] = num_tokens, max_tokens, 0, ANYWHERE, ANYWHERE, -1, 0
+        self.requests[index], self.names[index] = request, request.name
+        self.by_name[request.name] = request
 
-    def restart(self, index: Sequence[int]) -> None:
-        """Makes all requests wait, whose indices these are."""
-        self._hold(self.numbers)
-        self.chunk_ends[:], self.rows[:], self.needs_token[:] = ANYWHERE, -1, False
-        self._free = sorted({*range(self.rows.size)}.difference(index))
-        self._last = None
-
-    def leave(self, index: int) -> None:
+    def remove(self, request: Request) -> None:
         """Removes a request."""
-        self._free.append(index)
-        self._last = None
+        del self.by_name[request.name]
+        self._numbers[:, request.index], self._objects[:, request.index] = 0, None
+        self._free.append(request.index)
 
-    def read(
-        self, of: Mapping[Hashable, Request], num_tokens: Mapping[Any, int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the indices of requests in the arrays, and their numbers of tokens: int64[N].
+    def restart(self) -> None:
+        """Makes all requests wait. All but ``by_name`` is derived again."""
+        self._set(self._numbers, self._objects)
+        self.chunk_ends[:], self.rows[:], self.needs_token[:] = ANYWHERE, -1, False
+        self._objects[:] = None
+        for request in self.by_name.values():
+            self.requests[request.index], self.names[request.index] = request, request.name
+        self._free = [index for index, request in enumerate(self.requests) if request is None]
+
+    def at(self, index: np.ndarray, computed_by_row: np.ndarray) -> "Running":
+        """Returns the token counts of running requests at indices."""
+        tokens, _, prefill_tokens, ends, drafts, rows, _ = self._numbers.take(index, axis=1)
+        return Running(index, rows, computed_by_row[rows], tokens, prefill_tokens, ends, drafts)
+
+    def read(self, num_tokens: Mapping[Any, int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the indices of requests, and their numbers of tokens: int64[N] each.
+
+        Args:
+          num_tokens: numbers by name; or the indices of requests with one token each.
 
         Raises:
           TypeError, ValueError: an unknown request, or numbers that are not positive ints.
         """
+        if isinstance(num_tokens, np.ndarray):
+            return num_tokens, np.ones(num_tokens.size, np.int64)
         if not isinstance(num_tokens, Mapping):
             raise TypeError(
                 f"num_tokens must map requests to ints, got {type(num_tokens).__name__}"
             )
-        names, index = list(num_tokens), None
-        if self._last is not None:
-            last, known, index, counts = self._last
-            if last is num_tokens and isinstance(last, FrozenDict):
-                return index, counts
-            # Compared by identity, because `==` of a name may return an array.
-            if not (len(known) == len(names) and all(map(operator.is_, known, names))):
-                index = None
-        if index is None:
-            try:
-                index = np.array([of[name].index for name in names], np.int64)
-            except (KeyError, TypeError):
-                index = np.array([find(of, name).index for name in names], np.int64)
-        counts = _as_counts(list(num_tokens.values()))
-        self._last = num_tokens, names, index, counts
-        return index, counts
+        try:
+            index = [self.by_name[name].index for name in num_tokens]
+        except (KeyError, TypeError):
+            index = [find(self.by_name, name).index for name in num_tokens]
+        return np.array(index, np.int64), _as_counts(list(num_tokens.values()))
 
 
 def _as_counts(counts: list[Any]) -> np.ndarray:
@@ -157,44 +157,16 @@ def find(of: Mapping[Hashable, Request], name: Hashable) -> Request:
     return of[name]
 
 
-@dataclasses.dataclass(eq=False)
-class InOrder:
-    """The running requests, oldest first; made anew when a request starts or stops running.
-
-    index: their indices in the ledger.
-    """
-
-    names: list[Hashable]
-    requests: list[Request]
-    index: np.ndarray  # int64[N]
-    rows: np.ndarray  # int64[N]
-
-    @functools.cached_property
-    def blocks(self) -> tuple[int, int]:
-        """The sum of `Request.blocks` while all decode, and the most that one prompt adds."""
-        steady = sum([request.blocks[0] for request in self.requests])
-        return steady, max([request.blocks[1] for request in self.requests], default=0)
-
-    @functools.cached_property
-    def one_each(self) -> FrozenDict[Hashable, int]:
-        """The work of a step in which each request computes one token."""
-        return FrozenDict(dict.fromkeys(self.names, 1))
-
-    @functools.cached_property
-    def places(self) -> FrozenDict[Hashable, int]:
-        """The index of each request among all that run."""
-        return FrozenDict(zip(self.names, range(len(self.names)), strict=True))
-
-
 class Running(NamedTuple):
-    """The running requests, oldest first, and their token counts."""
+    """N running requests, oldest first, and their token counts, int64[N] each."""
 
-    order: InOrder
-    computed: np.ndarray  # int64[N]
-    num_tokens: np.ndarray  # int64[N]
-    prefill_tokens: np.ndarray  # int64[N]
-    chunk_ends: np.ndarray  # int64[N]
-    draft_starts: np.ndarray  # int64[N]
+    index: np.ndarray  # in the `RequestTable`
+    rows: np.ndarray
+    computed: np.ndarray
+    num_tokens: np.ndarray
+    prefill_tokens: np.ndarray
+    chunk_ends: np.ndarray
+    draft_starts: np.ndarray
 
     @property
     def num_sampled(self) -> np.ndarray:

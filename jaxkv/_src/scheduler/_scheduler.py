@@ -118,7 +118,7 @@ class Scheduler(Unique):
             lookahead_steps=lookahead_steps,
         )
         self._queues, self._most_drafts = Queues(manager), options.most_drafts
-        self._ledger = self._queues.ledger
+        self._table = self._queues.table
         self._prompts = Prompts(options)
         self._admission = Admission(options, self._queues, self._prompts)
         self._chooser = Chooser(options, self._queues, self._prompts, self._admission)
@@ -134,7 +134,7 @@ class Scheduler(Unique):
     @property
     def running(self) -> tuple[Any, ...]:
         """Requests that have a row, oldest first."""
-        return tuple(self._queues.running)
+        return tuple([request.name for request in self._queues.running])
 
     @property
     def waiting(self) -> tuple[Any, ...]:
@@ -144,19 +144,26 @@ class Scheduler(Unique):
     @property
     def has_work(self) -> bool:
         """Whether any request has not been finished."""
-        return bool(self._queues.of)
+        return bool(self._queues.by_name)
 
     def wanted(self) -> Wanted:
         """Returns what there is to compute, for the choice of a step's shape."""
-        order = self._queues.order
-        known, computed = self._ledger.num_tokens, self._manager.computed_by_row
-        left = int((known[order.index] - computed[order.rows]).sum())
+        running = self._queues.now_running()
+        left = int((running.num_tokens - running.computed).sum())
         entering, has_backlog = self._admission.entering_tokens()
         return Wanted(left + entering, has_backlog)
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
-        return self._queues.num_tokens(find(self._queues.of, request))
+        return self._queues.num_tokens(find(self._queues.by_name, request))
+
+    def index(self, request: Hashable) -> int:
+        """Returns the index of a request, which no other one has until it is finished.
+
+        `Schedule.index` and `SampledRequests.index` hold it, and `append` takes it, so that a loop
+        over arrays looks up no names.
+        """
+        return find(self._queues.by_name, request).index
 
     @plain_ints
     def shape(
@@ -267,14 +274,14 @@ class Scheduler(Unique):
         self._check_lengths(num_tokens, longest, max_tokens)
         encoder_tokens = checked_encoder_tokens(self._plan, encoder_tokens)
         names = [request, *((request, sample) for sample in range(1, samples))]
-        check_new_names(names, self._queues.of)
+        check_new_names(names, self._queues.by_name)
         prompt = salt, extra_keys, boundaries
         parent = self._made(request, num_tokens, longest, encoder_tokens, *prompt)
         ids = [self._prompts.first_ids(name, num_tokens, is_new=True) for name in names]
         others = [parent.sample(name, self._queues.next_age(parent.age)) for name in names[1:]]
         for one, of_one in zip([parent, *others], ids, strict=True):
             one.ids = of_one
-            self._queues.enter(one, num_tokens, longest)
+            self._table.add(one, num_tokens, longest)
         self._queues.waiting.append(parent)  # the youngest of all
         self._queues.hold(parent, others)
 
@@ -296,12 +303,12 @@ class Scheduler(Unique):
             starts with, or a scheduler without ``forks``; nothing is started.
         """
         self._change()
-        queues, ledger = self._queues, self._ledger
-        donor = find(queues.of, request)
-        check_new_names(into, queues.of)
+        queues, table = self._queues, self._table
+        donor = find(queues.by_name, request)
+        check_new_names(into, queues.by_name)
         self._check_forks()
         computed = queues.num_computed(donor)
-        if computed < ledger.prefill_tokens[donor.index] or donor.row < 0:
+        if computed < table.prefill_tokens[donor.index] or donor.row < 0:
             raise ValueError(
                 f"request={request!r} has computed {computed} of {queues.num_tokens(donor)} "
                 "tokens; fork it after the step that computes its prompt"
@@ -311,12 +318,11 @@ class Scheduler(Unique):
         awaits_copy = self._manager.pending_copies_by_row[donor.row]
         for name in into:
             sample = donor.sample(name, queues.next_age(donor.age))
-            queues.enter(sample, computed, ledger.max_tokens.item(donor.index))
+            table.add(sample, computed, table.max_tokens.item(donor.index))
             # A step that was chosen has no room for the copy of a block that is shared only now.
-            is_late = self._chooser.is_chosen(request) or awaits_copy
+            is_late = self._chooser.is_chosen(donor) or awaits_copy
             if is_late or not self._admission.fork(donor, sample):
                 queues.wait(sample, needs_token=True)
-        queues.sort_running()
 
     def export_blocks(self, request: Hashable) -> ExportedBlocks:
         """Returns the blocks with which a request goes on in another cache.
@@ -328,15 +334,15 @@ class Scheduler(Unique):
             `BlockManager.export_blocks` refuses.
         """
         self._change()
-        known = find(self._queues.of, request)
-        if not self._queues.needs_token(request) or known.row < 0:
+        known = find(self._queues.by_name, request)
+        if not self._queues.needs_token(known) or known.row < 0:
             raise ValueError(
                 f"request={request!r} has computed {self._queues.num_computed(known)} of "
                 f"{self._queues.num_tokens(known)} tokens; export its blocks after the step that "
                 "computes the last one, and before you append the next"
             )
         exporting = self._manager.export_blocks(request)
-        self._queues.exporting.add(request)
+        self._queues.exporting.add(known)
         return exporting
 
     def import_blocks(
@@ -369,7 +375,7 @@ class Scheduler(Unique):
         self._change()
         longest = self._plan.max_model_len if max_tokens is None else max_tokens
         self._check_lengths(num_tokens, longest, max_tokens)
-        check_new_names([request], self._queues.of)
+        check_new_names([request], self._queues.by_name)
         if num_tokens > self._options.cached_tokens:
             raise ValueError(
                 f"num_tokens={num_tokens} is more than cached_tokens={self._options.cached_tokens} "
@@ -384,68 +390,64 @@ class Scheduler(Unique):
             exporting = self._manager.import_blocks(request, num_tokens)
         except OutOfBlocksError:
             return None
-        self._queues.enter(made, num_tokens, longest)
+        self._table.add(made, num_tokens, longest)
         self._queues.run(made, self._manager.requests[request])
-        self._queues.exporting.add(request)
+        self._queues.exporting.add(made)
         return exporting
 
-    def append(self, num_tokens: Mapping[Any, int]) -> None:
+    def append(self, num_tokens: Mapping[Any, int] | np.ndarray) -> None:
         """Gives requests more tokens to compute: a sampled one, and drafts to verify with it.
 
         One step computes all of them, unless they are more than a step takes, so that `rewind` can
         take back rejected drafts.
 
         Args:
-          num_tokens: mapping from requests to numbers of tokens, usually 1.
+          num_tokens: mapping from requests to numbers of tokens, usually 1; or `index` of distinct
+            requests that get one token each, int64[N].
 
         Raises:
           TypeError, ValueError: an unknown request, one whose last token no step has computed
             since the last call, or more tokens than its ``max_tokens``; nothing is appended.
         """
         self._change()
-        queues, ledger = self._queues, self._ledger
-        index, counts = ledger.read(queues.of, num_tokens)
-        before, rows = ledger.num_tokens[index], ledger.rows[index]
+        queues, table = self._queues, self._table
+        index, counts = table.read(num_tokens)
+        before, rows = table.num_tokens[index], table.rows[index]
         computed = self._manager.computed_by_row[rows]
         early, waits = computed < before, rows < 0
         some_wait = np.count_nonzero(waits) > 0
         if some_wait:
-            early[waits] = ledger.needs_token[index[waits]] == 0
+            early[waits] = table.needs_token[index[waits]] == 0
         if np.count_nonzero(early):
             at = int(early.argmax())
             done = computed[at] if rows[at] >= 0 else 0
             raise ValueError(
-                f"request={list(num_tokens)[at]!r} has computed {done} of its {before[at]} tokens; "
-                "append to each request once, after a step that has it in its samples"
+                f"request={table.names[index[at]]!r} has computed {done} of its {before[at]} "
+                "tokens; append to each request once, after a step that has it in its samples"
             )
-        over = before + counts > ledger.max_tokens[index]
+        over = before + counts > table.max_tokens[index]
         if np.count_nonzero(over):
             at = int(over.argmax())
             raise ValueError(
-                f"request={list(num_tokens)[at]!r} would have {before[at] + counts[at]} tokens, "
-                f"more than its max_tokens={ledger.max_tokens[index[at]]}; finish it"
+                f"request={table.names[index[at]]!r} would have {before[at] + counts[at]} tokens, "
+                f"more than its max_tokens={table.max_tokens[index[at]]}; finish it"
             )
-        ledger.num_tokens[index] = before + counts
-        ledger.draft_starts[index] = before
-        most = int(np.maximum.reduce(counts)) if counts.size else 1
-        if most > 1 + self._most_drafts:
-            self._start_with_one(num_tokens)
+        table.num_tokens[index] = before + counts
+        table.draft_starts[index] = before
+        if np.count_nonzero(is_long := counts > 1 + self._most_drafts):
+            self._start_with_one(table.requests[index[is_long]].tolist(), before[is_long] + 1)
         if queues.exporting:
-            queues.exporting.difference_update(num_tokens)
+            queues.exporting.difference_update(table.requests[index].tolist())
         if some_wait:
-            ledger.needs_token[index] = False
-        elif len(index) == len(queues.running) and most == 1:
-            self._chooser.extended = queues.order
+            table.needs_token[index] = False
 
-    def _start_with_one(self, num_tokens: Mapping[Any, int]) -> None:
-        """Lets one token go in front of more tokens than drafts; see `BlockManager.step`."""
-        for name, count in num_tokens.items():
-            request = self._queues.of[name]
-            if request.row >= 0 and count > 1 + self._most_drafts:
-                end = self._queues.num_tokens(request) - count + 1
+    def _start_with_one(self, requests: Sequence[Request], ends: np.ndarray) -> None:
+        """Computes one token before more tokens than drafts; see `BlockManager.step`."""
+        for request, end in zip(requests, ends.tolist(), strict=True):
+            if request.row >= 0:
                 request.chunk_ends = [end]
-                self._queues.in_chunks[name] = request
-                self._ledger.draft_starts[request.index] = ANYWHERE
+                self._queues.in_chunks.add(request)
+                self._table.draft_starts[request.index] = ANYWHERE
 
     def rewind(self, num_tokens: Mapping[Any, int]) -> None:
         """Removes the last tokens of requests: drafts that were rejected.
@@ -459,11 +461,11 @@ class Scheduler(Unique):
         """
         self._change()
         queues = self._queues
-        index, counts = self._ledger.read(queues.of, num_tokens)
-        requests = [queues.of[name] for name in num_tokens]
+        index, counts = self._table.read(num_tokens)
+        requests = self._table.requests[index].tolist()
         for request, count in zip(requests, counts.tolist(), strict=True):
             known = queues.num_tokens(request)
-            if request.name in queues.exporting:
+            if request in queues.exporting:
                 raise ValueError(
                     f"request={request.name!r} is handed over; append its next token before you "
                     "rewind it, or finish it"
@@ -476,11 +478,11 @@ class Scheduler(Unique):
                 )
         pairs = list(zip(requests, counts.tolist(), strict=True))
         self._prompts.rewind(pairs)
-        self._ledger.num_tokens[index] = counts
-        for most in (self._ledger.draft_starts, self._ledger.prefill_tokens):
+        self._table.num_tokens[index] = counts
+        for most in (self._table.draft_starts, self._table.prefill_tokens):
             most[index] = np.minimum(most[index], counts)
         for request in requests:
-            self._chooser.forget(request.name)
+            self._chooser.forget(request)
             may_copy = request.row >= 0 and self._manager.may_copy_by_row[request.row]
             if may_copy and not self._options.forks:  # no step has room for the copy
                 self._chooser.preempt(request, may_go_on=False)
@@ -492,8 +494,8 @@ class Scheduler(Unique):
           ValueError: an unknown request.
         """
         self._change()
-        known = find(self._queues.of, request)
-        self._chooser.forget(request)
+        known = find(self._queues.by_name, request)
+        self._chooser.forget(known)
         if known.row >= 0:
             self._prompts.finish(known)
         else:
@@ -514,9 +516,9 @@ class Scheduler(Unique):
                 self._prompts.finish(request)
         self._queues.restart()
         self._chooser.restart()
-        for request in self._queues.of.values():
+        for request in self._queues.by_name.values():
             self._prompts.discard_swapped(request)
-            self._prompts.forget_unknown(request, self._ledger)
+            self._prompts.forget_unknown(request, self._table)
 
     # --- steps --------------------------------------------------------------------
 
@@ -545,20 +547,19 @@ class Scheduler(Unique):
 
     def _change(self) -> None:
         """Notes that the caller changes requests."""
-        self._chooser.is_idle, self._chooser.extended = False, None
+        self._chooser.is_idle = False
         self._settle()
 
     def _settle(self) -> None:
         """Forks the samples of requests whose prompt was computed."""
         queues = self._queues
-        for parent in list(queues.parents.values()):
+        for parent in list(queues.parents):
             if queues.num_computed(parent) < parent.prompt_tokens:
                 continue
-            for place, sample in enumerate(queues.release(parent)):
-                is_sampled = place < parent.num_sampled
+            for at, sample in enumerate(queues.release(parent)):
+                is_sampled = at < parent.num_sampled
                 if not (is_sampled and self._admission.fork(parent, sample)):
                     queues.wait(sample, needs_token=is_sampled)
-            queues.sort_running()
 
     def _made(
         self,
