@@ -1212,7 +1212,8 @@ def test_a_budget_counts_what_is_given_and_taken_back() -> None:
                 count = min(wanted, left, longest, at_most)
                 if (draft_start <= 0 and count < wanted <= longest) or len(given) == requests:
                     count = 0
-                got = budget.give(name, wanted, at_most=at_most, draft_start=draft_start)
+                taken = budget.num_given(wanted, at_most=at_most, draft_start=draft_start)
+                got = budget.give(name, taken)
                 assert got == (count > 0)
                 given |= {name: (count, wanted)} if got else {}
             counts = {name: count for name, (count, _) in given.items()}

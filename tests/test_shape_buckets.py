@@ -5,13 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxkv._src.blocks import BlockManager
+from jaxkv._src.blocks import BlockManager, RowWork
 from jaxkv._src.engine._samples import RECORD, Samples
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.engine._shape_buckets import PADDING, PADDING_OF_BACKLOG, READING, ShapeBuckets
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler, Wanted
+from jaxkv._src.scheduler._schedule import SampledRequests
 from jaxkv._src.specs import FullAttentionSpec
+from jaxkv._src.uploads import Batch
 
 LAYERS = {"layer": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)}
 
@@ -92,8 +94,10 @@ def test_a_schedule_runs_in_the_smallest_shape_that_holds_it(each: int, reproduc
     _, scheduler, _ = make(64, 1024)
     buckets = ShapeBuckets(scheduler, 64, 1024, reproducible=reproducible)
     for requests, samples in itertools.product((1, 7, 8, 9, 33, 64), (0, 1, 8, 9, 40, 64)):
-        names = dict.fromkeys(range(requests), each), dict.fromkeys(range(samples), 0)
-        schedule = Schedule(*names, (), {}, lambda: np.zeros(0, np.int32))
+        rows, sampled = np.arange(requests), np.arange(samples)
+        work = RowWork(rows, Batch.of(rows, np.full(requests, each)), None)
+        named = SampledRequests(sampled, sampled, sampled)
+        schedule = Schedule(work, named, (), {}, rows, rows, lambda _: rows)
         fit = [
             shape
             for shape in buckets.shapes
@@ -101,7 +105,7 @@ def test_a_schedule_runs_in_the_smallest_shape_that_holds_it(each: int, reproduc
             and shape.batch_size >= max(requests, samples)
             and shape.max_query_len >= each
         ]
-        assert buckets.fitting(schedule, requests * each) is fit[0]
+        assert buckets.fitting(schedule) is fit[0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.uploads import Batch
 
 Work = Mapping[Any, int]
+PLAIN_NAMES = (str, int, bytes)  # names that are the same if they are equal
 
 
 class RowWork(NamedInts):
@@ -38,9 +39,10 @@ class RowAllocator:
         self.by_name: dict[Hashable, int] = {}
         self._names, self._is_taken = np.empty(max_requests, object), np.zeros(max_requests, bool)
         self._free = deque(range(max_requests))
+        self._num_odd_names = 0  # running requests whose names are not `PLAIN_NAMES`
         self._version = object()  # a new one whenever a row changes hands
-        # The names that were read last, and their rows; steps of the same requests follow.
-        self._last: tuple[list[Hashable], np.ndarray] | None = None
+        # The names and counts that were read last; steps of the same requests follow.
+        self._last: tuple[list[Hashable], list[Any], Batch] | None = None
 
     def row(self, request: Hashable) -> int:
         """Returns the row of a running request."""
@@ -67,6 +69,7 @@ class RowAllocator:
         """Gives a request the row that has been free the longest."""
         row = self.by_name[request] = self._free.popleft()
         self._names[row], self._is_taken[row] = request, True
+        self._num_odd_names += type(request) not in PLAIN_NAMES
         self._version = object()
         return row
 
@@ -74,6 +77,7 @@ class RowAllocator:
         """Frees the row of a request."""
         row = self.by_name.pop(request)
         self._names[row], self._is_taken[row] = None, False
+        self._num_odd_names -= type(request) not in PLAIN_NAMES
         self._free.append(row)
         self._version, self._last = object(), None
 
@@ -81,7 +85,9 @@ class RowAllocator:
         """Returns the work of requests in distinct rows, for `batch`."""
         if not self._is_taken[rows].all():
             raise ValueError(f"rows={rows.tolist()} must be of running requests")
-        return RowWork(self._names[rows], Batch.of(rows, num_tokens), self._version)
+        batch = Batch.of(rows, num_tokens)
+        self._check_counts(batch)
+        return RowWork(self._names[rows], batch, self._version)
 
     def batch(self, work: Work) -> Batch:
         """Returns the rows and new tokens of a step.
@@ -91,31 +97,40 @@ class RowAllocator:
             is below 1, or is more than ``limits.max_in_flight_tokens`` of the plan.
         """
         if isinstance(work, RowWork) and work.version is self._version:
-            batch = work.batch
-        elif isinstance(work, Mapping):
-            batch = Batch.of(self._rows_of(list(work)), _as_counts(list(work.values())))
-        else:
+            return work.batch
+        if not isinstance(work, Mapping):
             raise TypeError(
                 f"work must map requests to their new tokens, got {type(work).__name__}"
             )
+        names, counts, rows = list(work), list(work.values()), None
+        if self._last is not None:
+            last_names, last_counts, last = self._last
+            if self._are_same(names, last_names):
+                if _sum_is_int(counts) and last_counts == counts:
+                    return last
+                rows = last.rows
+        batch = Batch.of(self._rows_of(names) if rows is None else rows, _as_counts(counts))
         self._check_counts(batch)
+        self._last = names, counts, batch
         return batch
 
+    def _are_same(self, names: list[Hashable], others: list[Hashable]) -> bool:
+        """Returns whether two lists name the same requests, which takes half as long as rows.
+
+        Names of NumPy and tuples of them are compared element by element, so equality says little.
+        """
+        if self._num_odd_names:
+            return len(names) == len(others) and all(map(operator.is_, names, others))
+        return names == others
+
     def _rows_of(self, names: list[Hashable]) -> np.ndarray:
-        if self._last is not None:
-            last, rows = self._last
-            # Compared by identity, because `==` of a name may return an array.
-            if len(names) == len(last) and all(map(operator.is_, names, last)):
-                return rows
         try:
-            rows = np.array([self.by_name[name] for name in names], np.int64)
+            return np.array([self.by_name[name] for name in names], np.int64)
         except KeyError as error:
             raise ValueError(
                 f"request={error.args[0]!r} is not running; start it first or, if it has ended, "
                 "leave it out"
             ) from None
-        self._last = names, rows
-        return rows
 
     def _check_counts(self, batch: Batch) -> None:
         """Raises ValueError for a request that computes no token, or more than the plan admits."""
@@ -127,6 +142,14 @@ class RowAllocator:
                 f"a step; give 1 to limits.max_in_flight_tokens={most} of the plan: leave the "
                 "request out, split its tokens, or plan with larger limits"
             )
+
+
+def _sum_is_int(counts: Sequence[Any]) -> bool:
+    """Returns whether counts are ints or bools, because other numbers have other sums."""
+    try:
+        return type(sum(counts)) is int
+    except (TypeError, ValueError):
+        return False
 
 
 def _as_counts(counts: Sequence[Any]) -> np.ndarray:

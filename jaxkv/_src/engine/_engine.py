@@ -326,8 +326,8 @@ class Engine(Unique):
         calls.mend()
         if self.has_work:
             raise ValueError(
-                f"the engine has {len(self._samples.tokens)} samples that have not ended, or outputs "
-                "that step has not returned: generate needs it for itself; call step until "
+                f"the engine has {len(self._samples.tokens)} samples that have not ended, or "
+                "outputs that step has not returned: generate needs it for itself; call step until "
                 "has_work is False, or add these prompts to them"
             )
         requests.sort(key=lambda samples: samples[0].num_prompt - samples[0].end)

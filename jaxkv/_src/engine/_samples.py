@@ -2,6 +2,7 @@
 
 import array
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,6 +19,7 @@ NAMES = "index position last place sample top_k temperature top_p min_p seed sto
 #: `fields_of` finds a field by its number, because only the last is wider than an int32.
 RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiifffI", (np.int32, NUM_STOPS)]})
 RECORD_SIZE = RECORD.itemsize // 4  # int32s
+_new_output = functools.partial(tuple.__new__, Output)  # in half the time
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -62,7 +64,7 @@ class Sample:
         tokens, logprobs = self.tokens[start:].tolist(), None
         if self.sampling.logprobs:
             logprobs = self.logprobs[start - self.num_prompt :][: len(tokens)].tolist()
-        return Output(self.request, self.number, tokens, logprobs, self.reason)
+        return _new_output((self.request, self.number, tokens, logprobs, self.reason))
 
 
 class Samples:

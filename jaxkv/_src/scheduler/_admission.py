@@ -5,12 +5,12 @@ import itertools
 
 import numpy as np
 
-from jaxkv._src.blocks import OutOfBlocksError, PrefixHit
+from jaxkv._src.blocks import OutOfBlocksError, PrefixHit, RowWork
 from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.scheduler._options import Options
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._requests import ANYWHERE, Request
+from jaxkv._src.scheduler._requests import ANYWHERE, Request, Running
 
 
 class AdmissionBudget:
@@ -41,7 +41,7 @@ class Admission:
 
     # --- waiting requests -----------------------------------------------------------
 
-    def entering_tokens(self) -> tuple[int, bool]:
+    def entering_tokens(self, running: Running) -> tuple[int, bool]:
         """Returns the known tokens of waiting requests that have room, and whether others have not.
 
         As if no prefix were cached: only a start tells how many tokens and blocks one saves.
@@ -49,7 +49,7 @@ class Admission:
         queues, found, count = self._queues, 0, 0
         if not queues.may_admit:
             return found, bool(queues.waiting)
-        room = self._budget_left()
+        room = self._budget_left(running)
         for request in itertools.islice(queues.waiting, queues.num_free_rows):
             blocks = self._prompt_blocks(request)
             if not self._fits_budget(request, room, blocks):
@@ -58,13 +58,15 @@ class Admission:
             found, count = found + queues.num_tokens(request), count + 1
         return found, count < len(queues.waiting)
 
-    def admit(self, step: StepBudget, *, may_wait: bool) -> list[tuple[Request, PrefixHit]]:
+    def admit(
+        self, step: StepBudget, running: Running, *, may_wait: bool
+    ) -> list[tuple[Request, PrefixHit]]:
         """Starts waiting requests in order, while blocks are left; returns them and their hits.
 
         Args:
           may_wait: whether those that wait for host memory get no tokens, because others have work.
         """
-        queues, budget, first = self._queues, self._budget_left(), step.index.size
+        queues, budget, first = self._queues, self._budget_left(running), step.index.size
         started: list[tuple[Request, PrefixHit]] = []
         try:
             for request in queues.waiting[: queues.num_free_rows]:
@@ -78,7 +80,9 @@ class Admission:
             for request, _ in started:
                 self._undo(request)
             raise
-        while step.index.size > first and not self.grows(step.index[first:], step.counts[first:]):
+        while step.index.size > first and not self.grows(
+            self.work(step.index[first:], step.counts[first:])
+        ):
             last, _ = started.pop()  # some of the blocks in `AdmissionBudget` are no longer there
             self._undo(last)
             step.take_back(last.index)
@@ -113,7 +117,7 @@ class Admission:
             return None
         if cached > step.cached_tokens or (cached and may_copy > step.forks):
             return None
-        if not step.give(index, num_tokens - cached, draft_start=draft_start - cached):
+        if not step.num_given(num_tokens - cached, draft_start=draft_start - cached):
             return None
         hit = self._prompts.start(
             request, num_tokens, draft_start=draft_start, max_cached_tokens=most
@@ -121,9 +125,8 @@ class Admission:
         # Too few blocks may be free for those of the prefix that are in host memory.
         cached = hit.num_cached_tokens
         end = self._prompts.next_chunk_end(request, cached)  # which the start has chosen
-        step.take_back(index)
-        more = num_tokens - cached
-        step.give(index, more, at_most=end - cached, draft_start=draft_start - cached)
+        more, drafts = num_tokens - cached, draft_start - cached
+        step.give(index, step.num_given(more, at_most=end - cached, draft_start=drafts))
         step.cached_tokens -= cached
         step.forks -= bool(cached) and may_copy
         room.take(request, blocks - sum(hit.shared_blocks))
@@ -138,24 +141,24 @@ class Admission:
         tokens = min(self._queues.num_tokens(request), self._draft_start(request) + 1)
         return self._prompts.is_known(request.name, tokens)
 
-    def grows(self, index: np.ndarray, counts: np.ndarray) -> bool:
-        """Takes the blocks for new tokens of running requests, int64[N] each.
+    def work(self, index: np.ndarray, counts: np.ndarray) -> RowWork:
+        """Returns new tokens of running requests, int64[N] each, as work of the manager."""
+        return self._manager.work_by_row(self._queues.table.rows[index], counts)
 
-        Returns False if too few blocks are free, and takes none.
-        """
+    def grows(self, work: RowWork) -> bool:
+        """Takes the blocks of requests. Returns False if there are too few, and none is taken."""
         try:
-            self._manager.grow(self._manager.work_by_row(self._queues.table.rows[index], counts))
+            self._manager.grow(work)
         except OutOfBlocksError:
             return False
         return True
 
     # --- room -----------------------------------------------------------------------
 
-    def _budget_left(self) -> AdmissionBudget:
+    def _budget_left(self, running: Running) -> AdmissionBudget:
         """Returns the room next to the running requests."""
         if not self._options.preemption:
             return AdmissionBudget(0, self._queues.most_blocks())
-        running = self._queues.now_running()
         prefills = self._queues.table.requests[running.index[running.is_prefill]].tolist()
         return AdmissionBudget(sum(map(self._reserved_blocks, prefills)), (0, 0))
 
@@ -181,7 +184,7 @@ class Admission:
         """Returns whether a request can start that brings all of its tokens along."""
         reserved = self._admission_blocks(num_tokens)
         return self._queues.num_free_rows > 0 and self._fits_budget(
-            request, self._budget_left(), reserved
+            request, self._budget_left(self._queues.now_running()), reserved
         )
 
     # --- forks ----------------------------------------------------------------------

@@ -40,22 +40,25 @@ class StepBudget:
         at = self.index == index
         return self.index[at], self.counts[at]
 
+    def includes(self, index: np.ndarray) -> np.ndarray:
+        """Returns whether the requests of N indices get tokens, bool[N]."""
+        chosen = np.zeros(1 + max(index.max(initial=0), self.index.max(initial=0)), bool)
+        chosen[self.index] = True
+        return chosen[index]
+
     def has_room_for(self, running: Running) -> np.ndarray:
         """Returns the requests that get tokens if no other request does, bool[N]."""
-        wanted = running.num_tokens - running.computed
+        wanted = running.num_wanted
+        if np.maximum.reduce(wanted, initial=0) <= 1:
+            return wanted > 0
         at_most = np.minimum(running.chunk_ends - running.computed, self._tokens)
         is_whole = (running.draft_starts <= running.computed) & (wanted <= self._longest)
         return (wanted > 0) & ~(is_whole & (wanted > at_most))
 
-    def give(
-        self,
-        index: int,
-        num_tokens: int,
-        *,
-        at_most: int = ANYWHERE,
-        draft_start: int = ANYWHERE,
-    ) -> bool:
-        """Gives a request up to ``num_tokens`` tokens. Returns whether it got any.
+    def num_given(
+        self, num_tokens: int, *, at_most: int = ANYWHERE, draft_start: int = ANYWHERE
+    ) -> int:
+        """Returns how many of a request's next ``num_tokens`` tokens the step takes.
 
         Args:
           at_most: the most of these tokens until its chunk ends.
@@ -63,12 +66,15 @@ class StepBudget:
             these are more than a step takes.
         """
         count = min(num_tokens, self._tokens, self._longest, at_most)
-        if draft_start <= 0 and count < num_tokens <= self._longest:
-            count = 0
-        if count < 1 or self.is_full:
-            return False
-        self._add(np.array([index]), np.array([count]))
-        return True
+        if self.is_full or (draft_start <= 0 and count < num_tokens <= self._longest):
+            return 0
+        return max(0, count)
+
+    def give(self, index: int, count: int) -> bool:
+        """Gives a request tokens, of which the step takes all. Returns whether it got any."""
+        if count:
+            self._add(np.array([index]), np.array([count]))
+        return count > 0
 
     def give_all(self, running: Running, chosen: np.ndarray) -> None:
         """Gives running requests their tokens, in order, while the step takes more.
@@ -78,7 +84,10 @@ class StepBudget:
         """
         if not chosen.size:
             return
-        wanted = (running.num_tokens - running.computed)[chosen]
+        wanted = running.num_wanted[chosen]
+        if np.maximum.reduce(wanted) <= 1:
+            fit = max(0, min(wanted.size, self._tokens, self._requests))
+            return self._add(running.index[chosen[:fit]], wanted[:fit])
         counts = np.minimum(wanted, self._longest)
         counts = np.minimum(counts, (running.chunk_ends - running.computed)[chosen])
         counts = np.minimum(counts, self._tokens - (np.add.accumulate(counts) - counts))
@@ -93,12 +102,12 @@ class StepBudget:
     def give_one(self, running: Running, at: int) -> bool:
         """Gives a running request its tokens. Returns whether it got any."""
         computed = running.computed.item(at)
-        return self.give(
-            running.index.item(at),
+        count = self.num_given(
             running.num_tokens.item(at) - computed,
             at_most=running.chunk_ends.item(at) - computed,
             draft_start=running.draft_starts.item(at) - computed,
         )
+        return self.give(running.index.item(at), count)
 
     def take_back(self, index: int) -> None:
         """Takes back the tokens of a request, if it has any."""
@@ -110,5 +119,7 @@ class StepBudget:
     def _add(self, index: np.ndarray, counts: np.ndarray) -> None:
         self._tokens -= int(np.add.reduce(counts))
         self._requests -= index.size
-        self.index = np.concatenate([self.index, index])
-        self.counts = np.concatenate([self.counts, counts])
+        if self.index.size:
+            index = np.concatenate([self.index, index])
+            counts = np.concatenate([self.counts, counts])
+        self.index, self.counts = index, counts

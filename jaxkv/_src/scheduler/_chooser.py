@@ -1,10 +1,12 @@
 """`Chooser`, which chooses the work of a step for a scheduler. No jax."""
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxkv._src.blocks import PrefixHit
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.scheduler._options import Options
@@ -12,6 +14,9 @@ from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
 from jaxkv._src.scheduler._requests import Request, Running
 from jaxkv._src.scheduler._schedule import SampledRequests, Schedule
+
+
+CHECKED_AT_ONCE = 32  # requests whose token ids a step checks
 
 
 class Choice(NamedTuple):
@@ -33,19 +38,24 @@ class Chooser:
         self._longest_chunk = min(options.max_tokens, limits.max_in_flight_tokens)
         self._last: Choice | None = None
         self._num_uploads = 0  # when that was chosen
+        self._schedule: Schedule | None = None
         #: whether the last schedule was empty, and no request has changed since
         self.is_idle = False
+        #: whether all running requests have got one token since the last schedule, and no more
+        self.is_extended = False
 
     def schedule(self, max_tokens: int) -> Schedule:
         """Chooses the work of the next step; see `Scheduler.schedule`."""
         if self._last is None or self._is_carried_out or not self._last.step.index.size:
+            if (schedule := self._same_again(max_tokens)) is not None:
+                return schedule
             self._last = self._choose(min(max_tokens, self._options.max_tokens))
             self._num_uploads = self._manager.num_uploads
         (index, counts), preempted, started = self._last.step.work, *self._last[1:]
-        rows = self._table.rows[index]
-        computed = self._manager.computed_by_row[rows]
-        return Schedule(
-            self._manager.work_by_row(rows, counts),
+        work = self._admission.work(index, counts)
+        computed = self._manager.computed_by_row[work.batch.rows]
+        self._schedule = Schedule(
+            work,
             self._samples(index, computed + counts),
             tuple([request.name for request in preempted if self._queues.waits(request)]),
             {request.name: hit for request, hit in started if request.row >= 0},
@@ -53,10 +63,34 @@ class Chooser:
             computed,
             self._prompts.ids_of_step,
         )
+        return self._schedule
+
+    def _same_again(self, max_tokens: int) -> Schedule | None:
+        """Returns the schedule of one more token for each, if that is the next one; or None.
+
+        That is so while all running requests decode and none can start. None of them copies a block
+        then: what shares one starts, and what is rewound leaves the last step.
+        """
+        last, order = self._schedule, self._queues.order
+        if not self.is_extended or last is None or last.work.batch.longest > 1:
+            return None
+        if self._queues.may_admit or order.size > max_tokens or len(last.samples) != order.size:
+            return None
+        if not np.array_equal(last.index, order):
+            return None
+        computed = last.num_computed + 1
+        self._check(order, computed + 1)
+        if not self._admission.grows(last.work):
+            return None
+        step, self._num_uploads = self._budget(max_tokens), self._manager.num_uploads
+        step.index, step.counts = order, last.work.batch.counts
+        self._last = Choice(step, [], [])
+        self._schedule = dataclasses.replace(last, num_computed=computed, preempted=(), hits={})
+        return self._schedule
 
     def restart(self) -> None:
         """Forgets all schedules so far."""
-        self._last, self.is_idle = None, False
+        self._last, self._schedule, self.is_idle, self.is_extended = None, None, False, False
 
     @property
     def _is_carried_out(self) -> bool:
@@ -70,7 +104,7 @@ class Chooser:
 
     def forget(self, request: Request) -> None:
         """Takes a request out of the schedule that was not carried out."""
-        if self._last is not None:
+        if self._last is not None and not self._is_carried_out:
             self._last.step.take_back(request.index)
 
     def _choose(self, max_tokens: int) -> Choice:
@@ -84,7 +118,7 @@ class Chooser:
         for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
             step.give_all(running, chosen)
         if needs.any():
-            has_work = np.isin(running.index, step.index)
+            has_work = step.includes(running.index)
             copies, cached_tokens = needs[:, has_work].sum(axis=1)
             step.forks, step.cached_tokens = step.forks - copies, step.cached_tokens - cached_tokens
         preempted: list[Request] = []
@@ -95,10 +129,10 @@ class Chooser:
             # Prompts come before decodes, which keep their blocks and get the tokens that are left.
             may_wait, later = step.index.size > 0, decodes[:0]
             if prefill_first:
-                later = decodes[np.isin(running.index[decodes], step.index)]
+                later = decodes[step.includes(running.index[decodes])]
             for at in later.tolist():
                 step.take_back(running.index.item(at))
-            started = self._admission.admit(step, may_wait=may_wait)
+            started = self._admission.admit(step, running, may_wait=may_wait)
             for at in later.tolist():
                 step.give_one(running, at)
         if not step.index.size:
@@ -147,13 +181,20 @@ class Chooser:
     # --- the requests of a step -----------------------------------------------------
 
     def _check(self, index: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Raises ValueError if requests are not in the state in which the scheduler left them."""
+        """Raises ValueError if requests are not in the state in which the scheduler left them.
+
+        A part of their token ids is checked each time.
+        """
         if len(self._manager.requests) != len(self._queues.running):
             raise ValueError(
                 f"the manager runs {len(self._manager.requests)} requests, and its scheduler "
                 f"{len(self._queues.running)}; start and finish them by the scheduler only"
             )
-        self._prompts.check_known(self._table.names[index].tolist(), num_tokens)
+        turns = max(1, cdiv(index.size, CHECKED_AT_ONCE))
+        start = CHECKED_AT_ONCE * (self._manager.num_uploads % turns)
+        checked = slice(start, start + CHECKED_AT_ONCE)
+        names = self._table.names[index[checked]].tolist()
+        self._prompts.check_known(names, num_tokens[checked])
 
     def _check_idle(self) -> None:
         """Raises an error if no request can go on, although the caller has no answer to give."""
@@ -199,22 +240,27 @@ class Chooser:
           request, int64[2, N].
         """
         manager, rows = self._manager, running.rows
-        has_work = step.has_room_for(running)
-        goes_on, unsynced = has_work.copy(), manager.unsynced_tokens_by_row[rows]
-        for at in unsynced.nonzero()[0].tolist() if may_wait else ():
-            goes_on[at] &= not manager.is_loading(self._table.names[running.index[at]])
-        if np.count_nonzero(goes_on):
-            has_work = goes_on
-        needs = np.stack([np.zeros_like(unsynced), unsynced])
+        has_work, unsynced = step.has_room_for(running), manager.unsynced_tokens_by_row[rows]
+        if may_wait and np.count_nonzero(unsynced):
+            goes_on = has_work.copy()
+            for at in unsynced.nonzero()[0].tolist():
+                goes_on[at] &= not manager.is_loading(self._table.names[running.index[at]])
+            has_work = goes_on if np.count_nonzero(goes_on) else has_work
+        copies = np.zeros_like(unsynced)
         if self._options.forks and manager.block_pool.has_shared_blocks:
             pending = manager.pending_copies_by_row[rows]  # in any case
             step.forks -= int(np.count_nonzero(pending))
-            needs[0] = manager.may_copy_by_row[rows] & ~pending
-        for need, room in zip(needs, (step.forks, step.cached_tokens), strict=True):
-            need *= has_work
-            has_work &= (need == 0) | (np.cumsum(need) <= room)
+            copies |= manager.may_copy_by_row[rows] & ~pending
+        for need, most in ((copies, step.forks), (unsynced, step.cached_tokens)):
+            if np.count_nonzero(need):
+                need *= has_work
+                has_work &= (need == 0) | (np.cumsum(need) <= most)
         is_prefill = running.is_prefill
-        return (has_work & ~is_prefill).nonzero()[0], (has_work & is_prefill).nonzero()[0], needs
+        decodes, prefills = (
+            (has_work & ~is_prefill).nonzero()[0],
+            (has_work & is_prefill).nonzero()[0],
+        )
+        return decodes, prefills, np.stack([copies, unsynced])
 
     # --- blocks of running requests -------------------------------------------------
 
@@ -223,9 +269,9 @@ class Chooser:
         if step.index.size < running.index.size:
             # Drafts that wait to be rejected may need what they alone do not attend to.
             waits = (running.computed >= running.num_tokens) & running.has_drafts
-            idle = ~waits & ~np.isin(running.index, step.index)
+            idle = ~waits & ~step.includes(running.index)
             self._manager.trim(self._table.names[running.index[idle]].tolist())
-        return self._admission.grows(*step.work)
+        return self._admission.grows(self._admission.work(*step.work))
 
     def _take_by_age(self, step: StepBudget, running: Running) -> list[Request]:
         """Takes blocks request by request, oldest first; returns the preempted requests."""
@@ -241,7 +287,7 @@ class Chooser:
                 step.take_back(request.index)
                 self._manager.trim([request.name])
                 continue
-            while not self._admission.grows(*step.work_of(request.index)):
+            while not self._admission.grows(self._admission.work(*step.work_of(request.index))):
                 if not self._options.preemption or left[-1] is request:
                     is_short = True
                     step.take_back(request.index)

@@ -169,6 +169,11 @@ class Running(NamedTuple):
     draft_starts: np.ndarray
 
     @property
+    def num_wanted(self) -> np.ndarray:
+        """Tokens of each request that are to be computed, int64[N]."""
+        return self.num_tokens - self.computed
+
+    @property
     def num_sampled(self) -> np.ndarray:
         """Tokens of each request without the drafts that are not verified yet, int64[N]."""
         return np.minimum(self.num_tokens, self.draft_starts + 1)

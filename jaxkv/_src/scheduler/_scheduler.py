@@ -149,9 +149,8 @@ class Scheduler(Unique):
     def wanted(self) -> Wanted:
         """Returns what there is to compute, for the choice of a step's shape."""
         running = self._queues.now_running()
-        left = int((running.num_tokens - running.computed).sum())
-        entering, has_backlog = self._admission.entering_tokens()
-        return Wanted(left + entering, has_backlog)
+        entering, has_backlog = self._admission.entering_tokens(running)
+        return Wanted(int(np.add.reduce(running.num_wanted)) + entering, has_backlog)
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
@@ -440,6 +439,8 @@ class Scheduler(Unique):
             queues.exporting.difference_update(table.requests[index].tolist())
         if some_wait:
             table.needs_token[index] = False
+        elif index.size == len(queues.running):
+            self._chooser.is_extended = bool(np.maximum.reduce(counts, initial=1) == 1)
 
     def _start_with_one(self, requests: Sequence[Request], ends: np.ndarray) -> None:
         """Computes one token before more tokens than drafts; see `BlockManager.step`."""
@@ -547,7 +548,7 @@ class Scheduler(Unique):
 
     def _change(self) -> None:
         """Notes that the caller changes requests."""
-        self._chooser.is_idle = False
+        self._chooser.is_idle = self._chooser.is_extended = False
         self._settle()
 
     def _settle(self) -> None:
