@@ -1,5 +1,7 @@
 """The calls of an engine's device, from packing to the ends of samples, and after failures."""
 
+import array
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Hashable
@@ -143,24 +145,28 @@ class Calls:
 
     def _take(self, out: np.ndarray, sampled: Sampled) -> None:
         """Gives samples what a step sampled for them, and ends those that are done."""
-        half, (samples, index) = out.size // 2, sampled
-        # The others ended before these tokens.
-        alive = np.array([sample.reason is None for sample in samples], bool).nonzero()[0]
-        tokens, logprobs = out[alive].tolist(), out[half:][alive].view(np.float32)
-        self.packer.stats.sampled_tokens += alive.size
+        half, (samples, index), of_all = out.size // 2, sampled, self.packer.samples
+        tokens, logprobs = out[: index.size], out[half:][: index.size].view(np.float32)
+        alive = [at for at, sample in enumerate(samples) if sample.reason is None]
+        if len(alive) < len(samples):  # the others ended before these tokens
+            index, tokens, logprobs = index[alive], tokens[alive], logprobs[alive]
+            samples = [samples[at] for at in alive]
+        self.packer.stats.sampled_tokens += len(samples)
         self.packer.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
-        self.packer.samples.num_known[index[alive]] += 1
-        if alive.size < len(samples):
-            samples = [samples[at] for at in alive.tolist()]
-        changed = self.changed
-        for sample, token, logprob in zip(samples, tokens, logprobs.tolist(), strict=True):
-            known, sampling = sample.tokens, sample.sampling
-            changed.setdefault(sample, len(known))
-            if sampling.logprobs:
-                sample.add_logprob(logprob)
-            known.append(token)  # from here on the sample has it
-            if len(known) == sample.end or token in sampling.stop_token_ids:
-                self._end(sample, "stop" if token in sampling.stop_token_ids else "length")
+        lists = [sample.tokens for sample in samples]
+        for sample, known in zip(samples, lists, strict=True):
+            self.changed.setdefault(sample, len(known))
+        is_watched = of_all.is_watched[index] > 0
+        for at in is_watched.nonzero()[0].tolist():
+            if samples[at].sampling.logprobs:
+                samples[at].add_logprob(logprobs.item(at))
+        # From here on the samples have them.
+        collections.deque(map(array.array.append, lists, tokens.tolist()), maxlen=0)
+        of_all.num_known[index] += 1
+        may_end = is_watched | (of_all.num_known[index] == of_all.ends[index])
+        for sample in [samples[at] for at in may_end.nonzero()[0].tolist()]:
+            if (reason := sample.end_reason()) is not None:
+                self._end(sample, reason)
 
     def _note(self, sample: Sample) -> Sample:
         """Notes that a sample changes from here on. Returns it."""

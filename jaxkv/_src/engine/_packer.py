@@ -120,6 +120,8 @@ class Packer:
         ids, ends = np.empty(batch.num_tokens, np.int32), schedule.num_computed + batch.counts
         is_late = ends > samples.num_known[index]  # the last token of a request, no other one
         ids[batch.ends - 1] = -1 - samples.records["place"][index]
+        if np.count_nonzero(is_late) == batch.num_tokens:
+            return ids
         for at in (~is_late | (batch.counts > 1)).nonzero()[0].tolist():
             start, end = schedule.num_computed.item(at), ends.item(at)
             known = samples.by_index[index[at]].tokens[start:end]

@@ -74,17 +74,20 @@ class Samples:
     tokens: token ids by name, for the scheduler.
     by_index: object[N], by `Scheduler.index`.
     records: a `RECORD` of each, as it was sent last.
-    num_known: int64[N], tokens of each that the host knows.
+    num_known, ends: int64[N], tokens of each that the host knows, and those that it may have.
+    is_watched: whether each has stop tokens or asks for log-probabilities, int64[N].
     """
 
     def __init__(self, max_model_len: int, seed: int):
         self._max_model_len, self._seeds = max_model_len, np.random.default_rng(seed)
         self.tokens: dict[Hashable, array.array[int]] = {}
         self.of_request: dict[Hashable, list[Sample]] = {}
-        self._set(np.empty(64, object), np.zeros(64, RECORD), np.zeros(64, np.int64))
+        self._reserve(64)
 
-    def _set(self, by_index: np.ndarray, records: np.ndarray, num_known: np.ndarray) -> None:
-        self.by_index, self.records, self.num_known = by_index, records, num_known
+    def _reserve(self, size: int) -> None:
+        """Makes arrays for samples of indices below ``size``, without any."""
+        self.by_index, self.records = np.empty(size, object), np.zeros(size, RECORD)
+        self.num_known, self.ends, self.is_watched = np.zeros((3, size), np.int64)
 
     def made(
         self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None, vocab_size: int
@@ -125,15 +128,19 @@ class Samples:
 
     def add(self, sample: Sample, index: int) -> None:
         """Adds a sample, whose tokens the scheduler knows already, to all but ``of_request``."""
-        while index >= self.records.size:
-            parts = self.by_index, self.records, self.num_known
-            self._set(*[np.append(part, np.empty_like(part)) for part in parts])
+        if index >= self.records.size:
+            names = "by_index", "records", "num_known", "ends", "is_watched"
+            parts = [getattr(self, name) for name in names]
+            self._reserve(2 * index)
+            for name, part in zip(names, parts, strict=True):
+                getattr(self, name)[: part.size] = part
         sample.index = index
         self.by_index[index], self.tokens[sample.name] = sample, sample.tokens
         last = sample.end - sample.num_prompt - 1
         self.records[index] = record_of(sample.sampling, sample.seed, sample.number, last)
         self.records["position"][index] = len(sample.tokens) - sample.num_prompt - 1
-        self.num_known[index] = len(sample.tokens)
+        self.num_known[index], self.ends[index] = len(sample.tokens), sample.end
+        self.is_watched[index] = bool(sample.sampling.stop_token_ids) or sample.sampling.logprobs
 
     def restart(self) -> None:
         """Derives all but ``of_request`` again, from the samples there that have not ended."""
@@ -143,7 +150,7 @@ class Samples:
                 alive.setdefault(sample.request, []).append(sample)
         self.of_request = alive
         self.tokens.clear()
-        self._set(np.empty(64, object), np.zeros(64, RECORD), np.zeros(64, np.int64))
+        self._reserve(64)
         for sample in self.listed():
             self.add(sample, sample.index)
 

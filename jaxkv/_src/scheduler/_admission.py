@@ -80,9 +80,7 @@ class Admission:
             for request, _ in started:
                 self._undo(request)
             raise
-        while step.index.size > first and not self.grows(
-            self.work(step.index[first:], step.counts[first:])
-        ):
+        while step.index.size > first and not self.grows(self.work(*step.work)):
             last, _ = started.pop()  # some of the blocks in `AdmissionBudget` are no longer there
             self._undo(last)
             step.take_back(last.index)

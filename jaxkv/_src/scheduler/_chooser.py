@@ -1,6 +1,5 @@
 """`Chooser`, which chooses the work of a step for a scheduler. No jax."""
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,6 @@ from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
 from jaxkv._src.scheduler._requests import Request, Running
 from jaxkv._src.scheduler._schedule import SampledRequests, Schedule
-
 
 CHECKED_AT_ONCE = 32  # requests whose token ids a step checks
 
@@ -78,14 +76,22 @@ class Chooser:
             return None
         if not np.array_equal(last.index, order):
             return None
-        computed = last.num_computed + 1
-        self._check(order, computed + 1)
+        self._check(self._queues.now_running())
         if not self._admission.grows(last.work):
             return None
         step, self._num_uploads = self._budget(max_tokens), self._manager.num_uploads
         step.index, step.counts = order, last.work.batch.counts
         self._last = Choice(step, [], [])
-        self._schedule = dataclasses.replace(last, num_computed=computed, preempted=(), hits={})
+        parts = (
+            last.work,
+            last.samples,
+            (),
+            {},
+            order,
+            last.num_computed + 1,
+            self._prompts.ids_of_step,
+        )
+        self._schedule = Schedule(*parts)
         return self._schedule
 
     def restart(self) -> None:
@@ -103,7 +109,8 @@ class Chooser:
         )
 
     def forget(self, request: Request) -> None:
-        """Takes a request out of the schedule that was not carried out."""
+        """Takes a request out of the schedule that was not carried out, and repeats no schedule."""
+        self._schedule = None
         if self._last is not None and not self._is_carried_out:
             self._last.step.take_back(request.index)
 
@@ -112,7 +119,7 @@ class Chooser:
         step = self._budget(max_tokens)
         self._move_chunk_ends()
         running = self._queues.now_running()
-        self._check(running.index, running.num_sampled)
+        self._check(running)
         decodes, prefills, needs = self._with_work(step, running)
         prefill_first = self._options.order == "prefill_first"
         for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
@@ -180,7 +187,7 @@ class Chooser:
 
     # --- the requests of a step -----------------------------------------------------
 
-    def _check(self, index: np.ndarray, num_tokens: np.ndarray) -> None:
+    def _check(self, running: Running) -> None:
         """Raises ValueError if requests are not in the state in which the scheduler left them.
 
         A part of their token ids is checked each time.
@@ -190,11 +197,11 @@ class Chooser:
                 f"the manager runs {len(self._manager.requests)} requests, and its scheduler "
                 f"{len(self._queues.running)}; start and finish them by the scheduler only"
             )
-        turns = max(1, cdiv(index.size, CHECKED_AT_ONCE))
+        turns = max(1, cdiv(running.index.size, CHECKED_AT_ONCE))
         start = CHECKED_AT_ONCE * (self._manager.num_uploads % turns)
         checked = slice(start, start + CHECKED_AT_ONCE)
-        names = self._table.names[index[checked]].tolist()
-        self._prompts.check_known(names, num_tokens[checked])
+        names = self._table.names[running.index[checked]].tolist()
+        self._prompts.check_known(names, running.part(checked).num_sampled)
 
     def _check_idle(self) -> None:
         """Raises an error if no request can go on, although the caller has no answer to give."""
@@ -266,7 +273,7 @@ class Chooser:
 
     def _take_blocks(self, step: StepBudget, running: Running) -> bool:
         """Takes the blocks of a step of running requests; False: they are too few for all."""
-        if step.index.size < running.index.size:
+        if self._options.has_windows and step.index.size < running.index.size:
             # Drafts that wait to be rejected may need what they alone do not attend to.
             waits = (running.computed >= running.num_tokens) & running.has_drafts
             idle = ~waits & ~step.includes(running.index)

@@ -74,6 +74,12 @@ class Options:
         growths = [group.growth for group in self.manager.plan.groups]
         return any(g.stores == "state" and g.cache_mode != "all" for g in growths)
 
+    @functools.cached_property
+    def has_windows(self) -> bool:
+        """Whether a group gives back blocks that no later token reads."""
+        kinds = {group.growth.kind for group in self.manager.plan.groups}
+        return not kinds.isdisjoint(("sliding", "chunked"))
+
     @property
     def most_drafts(self) -> int:
         """Drafts after which "align" states may lie in another block; a prompt is longer."""
