@@ -83,7 +83,7 @@ def test_ends_that_nobody_waits_for_are_evicted_first_unless_wanted_ones_crowd_t
 
 
 def any_kept(states: Iterable[Checkpoint]) -> bool:
-    return any(state.is_kept for state in states)
+    return any(state.is_cached for state in states)
 
 
 def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
@@ -105,7 +105,7 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
                     node.blocks[0][:] = EVICTED
                 if draw.random() < 0.3:
                     at = int(draw.integers(node.start, node.end)) + 1
-                    state = SimpleNamespace(position=at, is_kept=draw.random() < 0.2)
+                    state = SimpleNamespace(position=at, is_cached=draw.random() < 0.2)
                     node.checkpoints[at] = cast(Checkpoint, state)
             kept = [
                 node
@@ -152,7 +152,7 @@ def test_a_state_that_is_computed_again_was_just_used(is_wanted: bool) -> None:
     tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
     for block_id, number in ((1, 0), (2, 1), (3, 0)):
         tokens = np.arange(4) + 10 * number
-        made = tree.keep(
+        made = tree.cache(
             *("a", tokens, [(0, no_ids)], np.array([block_id], np.int32)),
             is_wanted=is_wanted and block_id == 3,
         )
@@ -169,11 +169,11 @@ def test_a_block_of_a_checkpoint_does_not_replace_one_in_host_memory() -> None:
         [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=99, host_ids=5
     )
     tokens, here, on_host, partial = np.arange(4), *np.array([[1], [6], [2]])
-    tree.keep("a", tokens, [(0, here)])
+    tree.cache("a", tokens, [(0, here)])
     tree.move(here, on_host)
-    tree.keep("a", tokens[:3], [(0, here[:0])], partial)
-    tree.keep("a", tokens, [(0, partial)])
-    assert tree.keeps(on_host) and not tree.keeps(partial)
+    tree.cache("a", tokens[:3], [(0, here[:0])], partial)
+    tree.cache("a", tokens, [(0, partial)])
+    assert tree.are_cached(on_host) and not tree.are_cached(partial)
     tree.forget(partial)
     assert not tree.checkpoints.num_blocks
 
@@ -192,7 +192,7 @@ def test_the_end_of_a_prefix_is_not_written_over(name: str, shares_rows: bool, e
     for position, end in ends.items():
         policy = PrefixPolicy(GROWTHS[name], 4, shares_rows)
         tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
-        tree.keep("a", np.arange(position), [(0, np.array([1]))], np.array([2], np.int32))
+        tree.cache("a", np.arange(position), [(0, np.array([1]))], np.array([2], np.int32))
         assert tree.read_only_until[:3].tolist() == [0, 4, end]
 
 
@@ -201,7 +201,7 @@ def test_a_tree_forgets_prompts_without_cached_blocks() -> None:
         [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=16, host_ids=9
     )
     for number in range(9):
-        tree.keep("a", np.arange(8) + 10 * number, [(0, np.array([1, 2]))])
+        tree.cache("a", np.arange(8) + 10 * number, [(0, np.array([1, 2]))])
         assert sum(node.tokens.size for node in tree.prompts.nodes if node) <= 16
         tree.forget(np.array([1, 2]))
 
@@ -231,7 +231,7 @@ def test_a_block_is_what_its_copy_is_until_others_write_to_it() -> None:
                 if end > kept:
                     content[kept:] = turn + 1
                 ids = here if end == 8 else no_ids
-                tree.keep("a", np.arange(end), [(0, ids)], here if end < 8 else None)
+                tree.cache("a", np.arange(end), [(0, ids)], here if end < 8 else None)
             elif what == "move" and kept:
                 is_same = copy is not None and kept <= tree.same_before[1]
                 assert is_same == (copy is not None and (content[:kept] == copy[:kept]).all())

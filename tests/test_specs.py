@@ -243,12 +243,12 @@ def test_allocated_blocks_are_enough_up_to_the_number_of_tokens_that_the_table_s
     for growth, n, stop in every_step(kind):
         if stop not in (n + 1, n + IN_FLIGHT):
             continue
-        held = growth.live_columns(n, stop, ENCODER)
+        held = growth.live_range(n, stop, ENCODER)
         columns = np.array(held).reshape(3, 1, 1)
         until = GrowthTable([growth]).needs_no_change_until(np.array([n]), columns)[0]
 
         def changes(total: int, growth: Growth = growth, n: int = n, held: Any = held) -> bool:
-            after = growth.live_columns(total - 1, total, ENCODER)
+            after = growth.live_range(total - 1, total, ENCODER)
             resumed = growth.cache_mode == "align" and held.source < held.first <= after.source
             begins = growth.kind == "chunked" and (total - 1) // growth.chunk > n // growth.chunk
             return begins or resumed or after.end > held.end or after.first > held.first
@@ -263,7 +263,7 @@ def test_a_step_needs_the_blocks_that_it_reads_and_writes(kind: str) -> None:
         columns = kept(growth, n)
         live = growth.live_blocks(n, stop, encoder_tokens=ENCODER)
         assert list(live) == sorted(columns | listed(growth, n, stop)), (growth, n, stop)
-        source = growth.live_columns(n, stop, ENCODER).source
+        source = growth.live_range(n, stop, ENCODER).source
         assert source == max(columns, default=-1), (growth, n, stop)
 
 
@@ -322,11 +322,11 @@ def test_the_table_of_a_step_lists_what_it_reads_and_writes_in_the_planned_block
     kind: str,
 ) -> None:
     for growth, n, stop in every_step(kind):
-        columns = range(int(growth.step_start(n, stop)), growth.live_columns(n, stop, ENCODER).end)
+        columns = range(int(growth.step_start(n, stop)), growth.live_range(n, stop, ENCODER).end)
         assert set(columns) == listed(growth, n, stop), (growth, n, stop)
         source = growth.stores == "state"  # stands in front of the others
         for query_len, seq_len in itertools.product(range(stop - n, IN_FLIGHT + 1), (stop, LENGTH)):
-            planned = growth.step_columns(query_len, seq_len, ENCODER)
+            planned = growth.step_blocks(query_len, seq_len, ENCODER)
             assert source + len(columns) <= planned, (growth, n, stop, query_len, seq_len)
 
 
@@ -338,7 +338,7 @@ def test_the_table_of_a_step_has_no_entry_for_states_that_no_step_lists(kind: st
         for sizes in itertools.product(range(stop - n, IN_FLIGHT + 1), range(stop, LENGTH)):
             widest[growth, *sizes] = max(widest.get((growth, *sizes), 0), count)
     for (growth, *sizes), count in widest.items():
-        assert growth.step_columns(*sizes, ENCODER) == count, (growth, *sizes)
+        assert growth.step_blocks(*sizes, ENCODER) == count, (growth, *sizes)
 
 
 @each_kind
@@ -351,12 +351,12 @@ def test_arrays_give_what_ints_give(kind: str, xp: Any) -> None:
         computed, total = xp.asarray(np.array(pairs, np.int32).T)
         encoder = xp.full(len(pairs), ENCODER, np.int32)
         got = [
-            *growth.live_columns(computed, total, encoder, xp),
+            *growth.live_range(computed, total, encoder, xp),
             growth.step_start(computed, total, xp),
             growth.first_visible(computed, xp),
         ]
         wanted = [
-            [*growth.live_columns(n, s, ENCODER), growth.step_start(n, s), growth.first_visible(n)]
+            [*growth.live_range(n, s, ENCODER), growth.step_start(n, s), growth.first_visible(n)]
             for n, s in pairs
         ]
         assert all(np.asarray(part).dtype == np.int32 for part in got if np.ndim(part))

@@ -353,7 +353,7 @@ BUGS = {  # where, and its replacement made of what was there
     ),
     "sharing is not counted": (BlockPool, "hold", lambda _: lambda pool, ids: None),
     "a window loses its oldest block": (
-        GrowthTable, "first_column", lambda first: lambda growth, n: first(growth, n + 2)
+        GrowthTable, "first_block", lambda first: lambda growth, n: first(growth, n + 2)
     ),
     "a fork shares one block too few": (_manager, "columns_to_share", short),
     "a shared block is written": (
@@ -417,7 +417,7 @@ def to_the_end_of_the_block(walk):
 
 
 PREFIX_BUGS = {
-    "a state is kept as that of one token less": (PrefixTree, "keep", one_token_late),
+    "a state is kept as that of one token less": (PrefixTree, "cache", one_token_late),
     "rejected drafts are kept as if accepted": (CachedPrompts, "finish", with_drafts),
     "the salt is forgotten": (Prefixes, "_encode", without_salt),
     "a state that is kept is written in place": (_policies, "WHOLE", lambda _: 1),

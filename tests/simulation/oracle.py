@@ -405,7 +405,9 @@ class Oracle:
                 assert of_group.size == size, "blocks of other columns than those of a node"
         in_turn = [made for queue in tree.checkpoints._queues.values() for made in queue]
         assert sum(made.num_blocks for made in in_turn) == tree.checkpoints.num_blocks
-        assert all(made.is_kept and made not in in_turn for made in tree.swapped), "parked requests"
+        assert all(made.is_cached and made not in in_turn for made in tree.swapped), (
+            "parked requests"
+        )
 
     def check_rows(self) -> None:
         """Checks what rows hold, and that nothing is left of the requests that had free ones."""

@@ -78,7 +78,7 @@ def _runs(batch: StepBatch, group: int) -> list[_Run]:
     ranks = batch.layout.context_parallel
     source, first, end = (
         _per_request(columns, batch)
-        for columns in growth.live_columns(
+        for columns in growth.live_range(
             cdiv(batch.num_computed_tokens, ranks),
             cdiv(batch.seq_lens, ranks),
             batch.encoder_lens,

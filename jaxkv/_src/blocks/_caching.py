@@ -126,7 +126,7 @@ class CachedPrompts:
         computed = int(self._state.computed[row])
         count = min(computed, prompt.tokens.size)
         columns = self._whole_columns(row, 0, min(count, prompt.num_cached))
-        if not all(self._tree.keeps(ids).all() for _, ids in columns):
+        if not all(self._tree.are_cached(ids).all() for _, ids in columns):
             prompt.num_cached = 0  # those that were kept in place of these may be gone by now
         is_end = 0 < count == computed and not self._state.awaits_copy(row)
         self._keep(row, prompt, count, is_end=is_end and caches_end)
@@ -155,7 +155,7 @@ class CachedPrompts:
             if count <= prompt.num_cached:
                 return
         columns = self._whole_columns(row, prompt.num_cached, count)
-        made = self._tree.keep(
+        made = self._tree.cache(
             prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
         )
         prompt.num_cached = max(prompt.num_cached, count)
@@ -178,7 +178,7 @@ class CachedPrompts:
         """
         if self._events is not None and prompt.chain is not None:
             for group, (first, ids) in enumerate(columns):
-                kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
+                kept = np.where(self._tree.are_cached(ids), ids, 0).tolist()
                 self._events.stored(prompt.chain, prompt.tokens[:count], group, first, kept)
 
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:

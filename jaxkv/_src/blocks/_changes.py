@@ -30,7 +30,7 @@ def plan_changes(
     changing, aligned = totals > state.needs_no_change_until[rows], state.growth.aligned
     if aligned.size:  # a step shorter than its `grow` needs earlier states
         first = state.held(rows)[1, aligned]
-        changing |= (totals <= first * state.growth.column_tokens[aligned]).any(0)
+        changing |= (totals <= first * state.growth.block_tokens[aligned]).any(0)
     index = changing.nonzero()[0]
     if not index.size:
         return None
@@ -77,19 +77,19 @@ def _growth_of_rows(
     growth, before, aligned = state.growth, state.held(rows), state.growth.aligned
     after = before.copy()
     first, end = after[1], after[2]
-    np.maximum(end, growth.end_column(totals), out=end)
+    np.maximum(end, growth.end_block(totals), out=end)
     if growth.crossed.size:
         end[growth.crossed] = state.encoder_columns[growth.crossed][:, rows]
     if aligned.size:
         end[aligned] = before[2, aligned]  # `_aligned_changes` handles these groups
     dropped = NO_CELLS
     if growth.has_windows:  # a released column never gets a block again
-        np.maximum(first, growth.first_column(computed), out=first)
+        np.maximum(first, growth.first_block(computed), out=first)
         dropped = Cells.between(rows, before[1], first)
     fresh, sent = Cells.between(rows, before[2], end), None
     if aligned.size:
         sent = state.sent.take(rows, axis=1)
-        after[:, aligned] = growth.aligned_columns(computed, totals)
+        after[:, aligned] = growth.aligned_range(computed, totals)
         more, less = _aligned_changes(state, rows, before, after, sent)
         fresh, dropped = Cells.joined([fresh, more]), Cells.joined([dropped, less])
     until = growth.needs_no_change_until(computed, after)
@@ -150,7 +150,7 @@ def _of_row(state: RequestState, row: int, after: Sequence[Sequence[int]]) -> It
     """Yields the cells of a row whose block the row may not overwrite with its next tokens."""
     computed, before = int(state.computed[row]), zip(*state.allocated_in(row), strict=True)
     for group, (held, (_, first, end)) in enumerate(zip(before, after, strict=True)):
-        ids, tokens = state.columns_of(row, group), state.column_tokens[group]
+        ids, tokens = state.columns_of(row, group), state.block_tokens[group]
         for column in _written(state, group, computed // tokens, held):
             block_id = int(ids[column])
             if first <= column < end and block_id != NULL_BLOCK:

@@ -269,7 +269,7 @@ def _tree(state: RequestState, plan: Plan, offload: OffloadManager | None) -> Pr
     ]
     policies = [
         PrefixPolicy(*of_group)
-        for of_group in zip(growths, state.column_tokens, shares_rows, strict=True)
+        for of_group in zip(growths, state.block_tokens, shares_rows, strict=True)
     ]
     read_only_until = pool.read_only_until
     if offload is not None:  # which has more ids

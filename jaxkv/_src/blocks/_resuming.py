@@ -8,21 +8,21 @@ import numpy as np
 from jaxkv._src.blocks._rows import RowAllocator
 from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.prefixes import PLAIN_INTS, SharedColumns
+from jaxkv._src.prefixes import PLAIN_INTS, SharedBlocks
 from jaxkv._src.specs import Growth
 from jaxkv._src.uploads import Batch
 
 
-def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[SharedColumns]:
+def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[SharedBlocks]:
     """Returns the columns, per group, that the token after a row's first tokens reads.
 
     Raises:
       ValueError: the row no longer holds a block that the next token reads.
     """
-    found: list[SharedColumns] = []
+    found: list[SharedBlocks] = []
     held = zip(*state.allocated_in(row), strict=True)
     for group, (growth, of_group) in enumerate(zip(state.growth.growths, held, strict=True)):
-        source, first, end = columns_read(growth, state.column_tokens[group], num_tokens)
+        source, first, end = columns_read(growth, state.block_tokens[group], num_tokens)
         is_allocated = True
         if growth.stores == "encoder":
             end = of_group[2]
@@ -38,7 +38,7 @@ def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[Sha
                 "state. Pass the number of tokens that the request has computed"
             )
         ids = state.columns_of(row, group)[first:end]
-        found.append(SharedColumns(source, first, end, ids))
+        found.append(SharedBlocks(source, first, end, ids))
     return found
 
 
@@ -70,7 +70,7 @@ def _holds_state(state: RequestState, row: int, group: int, num_tokens: int) -> 
     """
     if num_tokens != state.computed[row]:
         return bool(_is_kept(state, group, np.array([row]), np.array([num_tokens]))[0])
-    if _may_lie_elsewhere(state, row, group, cdiv(num_tokens, state.column_tokens[group]) - 1):
+    if _may_lie_elsewhere(state, row, group, cdiv(num_tokens, state.block_tokens[group]) - 1):
         drafts = state.growth.growths[group].speculative_blocks
         raise ValueError(
             f"num_tokens={num_tokens}: the last step may have verified drafts, so their state may "
@@ -89,7 +89,7 @@ def _may_lie_elsewhere(state: RequestState, row: int, group: int, column: int) -
     start, end = state.step_start[row], state.max_computed[row]
     if not 1 < end - start <= 1 + drafts:
         return False
-    running = cdiv(int(end), state.column_tokens[group]) - 1
+    running = cdiv(int(end), state.block_tokens[group]) - 1
     is_aligned = group in state.growth.aligned
     return bool(state.computed[row] > start + 1 or (is_aligned and column != running))
 
@@ -100,7 +100,7 @@ def check_rewind(
     """Raises ValueError if a request no longer holds a block that its next token reads."""
     lost = np.zeros((len(state.growth.growths), rows.size), bool)
     if state.growth.has_windows:
-        lost = state.growth.first_column(num_tokens) < state.held(rows)[1]
+        lost = state.growth.first_block(num_tokens) < state.held(rows)[1]
     for group, growth in enumerate(state.growth.growths):
         if growth.stores == "state":
             lost[group] = _lost_states(state, group, rows, num_tokens)
@@ -126,7 +126,7 @@ def check_moved(state: RequestState, batch: Batch, rows: RowAllocator, totals: n
     if not (computed < reached).any():
         return
     rejected = (computed < reached) & (computed > state.step_start[batch.rows])
-    tokens = state.growth.column_tokens[state.growth.aligned]
+    tokens = state.growth.block_tokens[state.growth.aligned]
     column, moved, last = (cdiv(n, tokens) for n in (computed, reached, totals))
     lost = (rejected & (column < moved) & (moved < last)).any(0)
     if lost.any():
@@ -151,7 +151,7 @@ def _lost_states(
     drafted |= num_tokens == state.computed[rows]
     if growth.cache_mode == "none":
         return ~drafted & (num_tokens > 0)
-    block = state.column_tokens[group]
+    block = state.block_tokens[group]
     column = cdiv(num_tokens, block) - 1
     columns = state.held(rows)[:, group]
     # The first token reads no state, but a row of "all" states begins with the column that it got
@@ -173,7 +173,7 @@ def _is_kept(
     mode = state.growth.growths[group].cache_mode
     if mode == "none":
         return np.zeros(rows.size, bool)
-    at_end = num_tokens % state.column_tokens[group] == 0
+    at_end = num_tokens % state.block_tokens[group] == 0
     if mode == "all":
         lost = state.lost_ends[group, rows]
         return at_end & ((lost == 0) | (num_tokens < lost))
@@ -228,7 +228,7 @@ def imported(state: RequestState, row: int, num_tokens: int) -> ExportedBlocks:
     spans = _columns(state, num_tokens)
     sizes = [end - first for _, first, end in spans]
     ids = np.split(state.copies.allocate_to_load(sum(sizes)), np.cumsum(sizes)[:-1])
-    columns = [SharedColumns(*span, of_group) for span, of_group in zip(spans, ids, strict=True)]
+    columns = [SharedBlocks(*span, of_group) for span, of_group in zip(spans, ids, strict=True)]
     state.share(row, num_tokens, columns, are_allocated=True)
     return ExportedBlocks(num_tokens, tuple([first for _, first, _ in spans]), tuple(ids))
 
@@ -237,5 +237,5 @@ def _columns(state: RequestState, num_tokens: int) -> list[tuple[int, int, int]]
     """Returns source, first and end of the columns that the token after a prefix reads."""
     if state.growth.crossed.size:
         raise ValueError("a plan that stores encoder tokens hands no blocks over")
-    growths = zip(state.growth.growths, state.column_tokens, strict=True)
+    growths = zip(state.growth.growths, state.block_tokens, strict=True)
     return [columns_read(growth, block, num_tokens) for growth, block in growths]

@@ -10,7 +10,7 @@ from jaxkv._src.blocks._copies import PendingCopies
 from jaxkv._src.blocks._pool import BlockPool
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
-from jaxkv._src.prefixes import SharedColumns
+from jaxkv._src.prefixes import SharedBlocks
 from jaxkv._src.specs import GrowthTable
 
 
@@ -57,7 +57,7 @@ class RequestState:
         self.table = np.zeros((max_requests, self._starts[-1]), np.int32)
         self._cells = self.table.reshape(-1)  # NumPy indexes one axis much faster than two
         groups, shape = len(growth.growths), (len(growth.growths), max_requests)
-        self.column_tokens: list[int] = growth.column_tokens[:, 0].tolist()
+        self.block_tokens: list[int] = growth.block_tokens[:, 0].tolist()
         self._held = np.zeros((3, *shape), np.int64)  # source, first, end
         self._nothing = np.array([[-1], [0], [0]])  # source, first, end of a row without blocks
         self._held[:] = self._nothing[..., None]
@@ -130,7 +130,7 @@ class RequestState:
         """
         for (group, _, column, *_), block_id in self.copies.held:
             holders = self.table[:, self._starts[group] + column] == block_id
-            if not (self.computed[holders] > column * self.column_tokens[group]).any():
+            if not (self.computed[holders] > column * self.block_tokens[group]).any():
                 self.copies.drop(block_id)
 
     def _at(self, cells: Cells) -> np.ndarray:
@@ -201,7 +201,7 @@ class RequestState:
             return
         self.version += 1
         first = self.held(rows)[1]
-        seen = np.maximum(first, self.growth.first_column(self.computed[rows]))
+        seen = np.maximum(first, self.growth.first_block(self.computed[rows]))
         dropped = Cells.between(rows, first, seen)
         if dropped.num:
             self._drop(dropped)
@@ -229,7 +229,7 @@ class RequestState:
         A step that verifies drafts writes the state after its first token into its own block, and
         those after the drafts into the blocks that follow, wherever the ends of blocks lie.
         """
-        size, lost = self.column_tokens[group], self.lost_ends[group, rows]
+        size, lost = self.block_tokens[group], self.lost_ends[group, rows]
         lost[computed < lost] = 0  # computed anew after a rewind
         end = ((computed + 1) // size + 1) * size
         is_short = totals - computed <= 1 + self.growth.speculative_blocks[group, 0]
@@ -259,7 +259,7 @@ class RequestState:
         self.may_share[row] = False
         for group in self.growth.crossed.tolist():
             growth = self.growth.growths[group]
-            self.encoder_columns[group, row] = growth.live_columns(0, 1, encoder_tokens).end
+            self.encoder_columns[group, row] = growth.live_range(0, 1, encoder_tokens).end
 
     def finish(self, row: int) -> None:
         """Releases every block of a row and resets it."""
@@ -285,17 +285,17 @@ class RequestState:
         """Returns an order of blocks that reuses the end of a prefix before its beginning."""
         at = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         group = self.starts.searchsorted(at, "right") - 1
-        positions = (at - self.starts[group]) * self.growth.column_tokens[group, 0]
+        positions = (at - self.starts[group]) * self.growth.block_tokens[group, 0]
         return (-positions).argsort(kind="stable")
 
-    def fork(self, donor: int, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
+    def fork(self, donor: int, row: int, num_tokens: int, columns: Sequence[SharedBlocks]) -> None:
         """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens."""
         self.start(row, int(self.encoder_tokens[donor]))
         until = self.go_on(row, num_tokens, columns, self.lost_ends[:, donor])
         self.note_shared(donor, until)
 
     def go_on(
-        self, row: int, num_tokens: int, columns: Sequence[SharedColumns], lost_ends: np.ndarray
+        self, row: int, num_tokens: int, columns: Sequence[SharedBlocks], lost_ends: np.ndarray
     ) -> int:
         """Gives a row that was just started the blocks of another one, or of its own from before.
 
@@ -307,7 +307,7 @@ class RequestState:
         """
         self.share(row, num_tokens, columns)
         self.lost_ends[:, row] = lost_ends
-        ends = [part.end * n for part, n in zip(columns, self.column_tokens, strict=True)]
+        ends = [part.end * n for part, n in zip(columns, self.block_tokens, strict=True)]
         until = max([num_tokens, *(end for end in ends if end < INT32_MAX)])
         self.note_shared(row, until)
         return until
@@ -316,7 +316,7 @@ class RequestState:
         self,
         row: int,
         num_tokens: int,
-        columns: Sequence[SharedColumns],
+        columns: Sequence[SharedBlocks],
         *,
         are_allocated: bool = False,
     ) -> None:
@@ -332,7 +332,7 @@ class RequestState:
             self._held[:, group, row] = source, first, end
         if not are_allocated:
             self.pool.hold(np.concatenate([part.block_ids for part in columns]))
-        ends_inside = any([num_tokens % tokens for tokens in self.column_tokens])
+        ends_inside = any([num_tokens % tokens for tokens in self.block_tokens])
         if ends_inside or self.growth.aligned.size:
             self.note_shared(row)
         self.is_stale[row] = self.has_stale = True

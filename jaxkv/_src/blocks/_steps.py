@@ -152,7 +152,7 @@ class StepPlanner:
         if key != self._beginnings[0]:
             ends = state.starts[:-1] + state.held(rows)[2].max(axis=1, initial=0)
             tables = [state.table[rows, state.starts[g] : ends[g]] for g in self._shared]
-            sizes = [state.column_tokens[group] for group in self._shared]
+            sizes = [state.block_tokens[group] for group in self._shared]
             found = group_by_beginning(tables, sizes, computed, shape.shared_prefixes)
             self._beginnings = key, found
         groups = self._beginnings[1]

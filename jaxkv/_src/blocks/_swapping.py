@@ -11,7 +11,7 @@ from jaxkv._src.blocks._prompts import CachedPrompt, PrefixHit
 from jaxkv._src.blocks._resuming import columns_to_share
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.offload import OffloadManager
-from jaxkv._src.prefixes import Checkpoint, PrefixPolicy, PrefixTree, SharedColumns
+from jaxkv._src.prefixes import Checkpoint, PrefixPolicy, PrefixTree, SharedBlocks
 from jaxkv._src.uploads import Ints
 
 
@@ -26,7 +26,7 @@ class SwappedRequest:
     """
 
     blocks: Checkpoint
-    columns: Sequence[SharedColumns]
+    columns: Sequence[SharedBlocks]
     lost_ends: np.ndarray
     prompt: CachedPrompt | None
 
@@ -62,14 +62,14 @@ class SwappedRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens that it has computed; 0: a block of them is gone."""
-        return self.blocks.position if self.blocks.is_kept else 0
+        return self.blocks.position if self.blocks.is_cached else 0
 
-    def columns_now(self) -> list[SharedColumns]:
+    def columns_now(self) -> list[SharedBlocks]:
         """Returns its columns, with the ids that the blocks have now."""
         return _with_ids(self.columns, self.blocks.blocks)
 
 
-def _with_ids(columns: Sequence[SharedColumns], block_ids: np.ndarray) -> list[SharedColumns]:
+def _with_ids(columns: Sequence[SharedBlocks], block_ids: np.ndarray) -> list[SharedBlocks]:
     """Returns columns with other blocks, group by group."""
     ends = np.cumsum([part.block_ids.size for part in columns])
     each = zip(columns, np.split(block_ids, ends[:-1]), strict=True)
@@ -106,13 +106,13 @@ class HostLoads:
         if self._offload is not None:
             self._offload.give_up(ids[~is_copied])
 
-    def _split(self, columns: Sequence[SharedColumns]) -> tuple[np.ndarray, np.ndarray]:
+    def _split(self, columns: Sequence[SharedBlocks]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the blocks of columns on the device, and those in host memory."""
         ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
         on_host = ids >= self._state.pool.num_blocks
         return ids[~on_host], ids[on_host].astype(np.int64)
 
-    def fits(self, columns: Sequence[SharedColumns]) -> bool:
+    def fits(self, columns: Sequence[SharedBlocks]) -> bool:
         """Returns whether blocks are free for those of columns that are in host memory."""
         pool, (here, on_host) = self._state.pool, self._split(columns)
         num_evictable = int(np.count_nonzero(pool.references_of(here) == 0))
@@ -120,8 +120,8 @@ class HostLoads:
         return needed <= pool.num_free_blocks - num_evictable
 
     def loaded(
-        self, columns: Sequence[SharedColumns], num_tokens: int, prompt: CachedPrompt | None
-    ) -> Sequence[SharedColumns]:
+        self, columns: Sequence[SharedBlocks], num_tokens: int, prompt: CachedPrompt | None
+    ) -> Sequence[SharedBlocks]:
         """Returns columns of tokens with all blocks on the device, once the next moves are made."""
         pool, (here, on_host) = self._state.pool, self._split(columns)
         if self._offload is None or not on_host.size:

@@ -68,7 +68,7 @@ def _updates_of_rows(
         if changes.sent is not None:
             sent[:, at] = changes.sent
     source, first, end = held
-    needed = growth.end_column(totals)
+    needed = growth.end_block(totals)
     for groups in (growth.crossed, growth.aligned):
         if groups.size:  # these need all that they hold
             needed[groups] = end[groups]

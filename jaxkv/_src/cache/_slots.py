@@ -30,7 +30,7 @@ class GroupBatch:
     growth: Growth = dataclasses.field(metadata={"static": True})
 
     @property
-    def column_tokens(self) -> int:
+    def block_tokens(self) -> int:
         """The positions that one column covers, over all ranks together."""
         return self.growth.block_size * self.batch.layout.context_parallel
 
@@ -47,14 +47,14 @@ class GroupBatch:
     @property
     def first_positions(self) -> Array:
         """int32[B], the position of the first token of each row of ``table``."""
-        return self.first_columns * self.column_tokens
+        return self.first_columns * self.block_tokens
 
     @property
     def token_slots(self) -> Array:
         """The slot of each token, an int32 token array; `PAD_SLOT` for none."""
         batch, layout = self.batch, self.batch.layout
         requests, positions = batch.token_requests, batch.positions
-        column, offset = jnp.divmod(positions, self.column_tokens)
+        column, offset = jnp.divmod(positions, self.block_tokens)
         turn, within_turn = jnp.divmod(offset, layout.interleave_tokens)
         mine = turn % layout.context_parallel == layout.context_rank()
         offset = turn // layout.context_parallel * layout.interleave_tokens + within_turn

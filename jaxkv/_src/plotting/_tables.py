@@ -91,7 +91,7 @@ def _read(cache: "KVCache", batch: "StepBatch") -> np.ndarray:
     for row, computed, total, encoder in requests:
         tokens = cdiv(computed, layout.context_parallel), cdiv(total, layout.context_parallel)
         for start, growth in zip(layout.column_starts, layout.growths, strict=False):
-            source, _, end = growth.live_columns(*tokens, encoder)
+            source, _, end = growth.live_range(*tokens, encoder)
             first = growth.step_start(*tokens)  # of a state, earlier ones are only allocated
             read[row, start + int(first) : start + int(end)] = True
             if source >= 0:

@@ -33,7 +33,7 @@ from jaxkv._src.prefixes._extra_keys import (
     extra_keys_by_block,
 )
 from jaxkv._src.prefixes._keys import block_keys, root_key
-from jaxkv._src.prefixes._lookup import CachedPrefix, Reason, SharedColumns, find
+from jaxkv._src.prefixes._lookup import CachedPrefix, Reason, SharedBlocks, find
 from jaxkv._src.prefixes._namespaces import KnownNamespaces, Namespace
 from jaxkv._src.prefixes._nodes import Node
 from jaxkv._src.prefixes._policies import PLAIN_INTS, PrefixPolicy
@@ -71,7 +71,7 @@ __all__ = [
     "PrefixPolicy",
     "PrefixTree",
     "Reason",
-    "SharedColumns",
+    "SharedBlocks",
     "TokenCodes",
     "as_tokens",
     "block_keys",

@@ -41,7 +41,7 @@ class Checkpoint:
         return int(np.count_nonzero(self.blocks))
 
     @property
-    def is_kept(self) -> bool:
+    def is_cached(self) -> bool:
         return bool((self.blocks >= 0).all())
 
     def group_of(self, block_id: int) -> int:

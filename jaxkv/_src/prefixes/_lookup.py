@@ -27,10 +27,10 @@ Reason = Literal[
 ]
 
 
-class SharedColumns(NamedTuple):
+class SharedBlocks(NamedTuple):
     """Logical blocks of one group that a request takes from the cache.
 
-    source, first, end: as in `jaxkv.specs.LiveColumns`.
+    source, first, end: as in `jaxkv.specs.LiveRange`.
     block_ids: int32[end - first].
     """
 
@@ -40,7 +40,7 @@ class SharedColumns(NamedTuple):
     block_ids: np.ndarray
 
 
-NO_COLUMNS = SharedColumns(-1, 0, 0, np.zeros(0, np.int32))
+NO_BLOCKS = SharedBlocks(-1, 0, 0, np.zeros(0, np.int32))
 
 
 class CachedPrefix(NamedTuple):
@@ -56,7 +56,7 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: int
     num_seen: int
-    columns: tuple[SharedColumns, ...]
+    columns: tuple[SharedBlocks, ...]
     reasons: tuple[Reason, ...]
     checkpoint: Checkpoint | None
     num_host_tokens: int = 0
@@ -94,7 +94,7 @@ def find(
     else:
         num_tokens = _longest_whole(tree, columns, seen)
         reasons = _reasons_whole(tree, columns, num_tokens, seen, limit)
-    shared = (NO_COLUMNS,) * len(columns)
+    shared = (NO_BLOCKS,) * len(columns)
     if num_tokens:
         partial = [0] * len(columns) if checkpoint is None else checkpoint.blocks.tolist()
         each = zip(tree.policies, columns, partial, strict=True)
@@ -106,12 +106,12 @@ def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> CachedPrefix:
     """Returns the result for a prompt that is not remembered, or that may share nothing."""
     num_groups, shortest = len(tree.policies), 1 if tree.has_states else tree.grid
     reason: Reason = "complete" if limit < shortest else "never_seen"
-    return CachedPrefix(0, num_seen, (NO_COLUMNS,) * num_groups, (reason,) * num_groups, None)
+    return CachedPrefix(0, num_seen, (NO_BLOCKS,) * num_groups, (reason,) * num_groups, None)
 
 
 def _shared(
     policy: PrefixPolicy, columns: np.ndarray, num_tokens: int, partial: int
-) -> SharedColumns:
+) -> SharedBlocks:
     """Returns the logical blocks that the token after a prefix reads.
 
     Args:
@@ -123,13 +123,13 @@ def _shared(
     if policy.by_checkpoint:
         ids = np.array([partial], np.int32)
         if policy.growth.cache_mode == "none":
-            return SharedColumns(-1, 0, 1, ids)
-        return SharedColumns(end - 1, end - 1, end, ids)
-    first = end - 1 if policy.only_last else policy.first_column(num_tokens)
+            return SharedBlocks(-1, 0, 1, ids)
+        return SharedBlocks(end - 1, end - 1, end, ids)
+    first = end - 1 if policy.only_last else policy.first_block(num_tokens)
     ids = columns[first : num_tokens // block]
     if num_tokens % block:
         ids = np.concatenate([ids, np.array([partial], np.int32)])
-    return SharedColumns(-1, first, end, ids)
+    return SharedBlocks(-1, first, end, ids)
 
 
 # --- plans without states that are overwritten: prefixes of whole blocks ---------------
@@ -157,7 +157,7 @@ def _holds_whole(policy: PrefixPolicy, columns: np.ndarray, position: int) -> bo
     end = position // policy.block
     if policy.only_last:
         return bool(columns[end - 1] > 0)
-    first = policy.first_column(position)
+    first = policy.first_block(position)
     return bool((columns[first:end] > 0).all())
 
 
@@ -237,7 +237,11 @@ def _longest_checkpoint(
     for checkpoint in _checkpoints(path, 0, seen):
         position, is_here = checkpoint.position, (checkpoint.blocks < end_id).all()
         each = zip(policies, columns, strict=True)
-        if checkpoint.is_kept and is_here and all(_holds(*of_group, position) for of_group in each):
+        if (
+            checkpoint.is_cached
+            and is_here
+            and all(_holds(*of_group, position) for of_group in each)
+        ):
             return position, checkpoint
     return 0, None
 
@@ -255,7 +259,7 @@ def _reasons_by_checkpoint(
     if seen <= hit:
         return ("never_seen",) * len(policies)
     longer = _checkpoints(path, hit, seen)
-    kept = [checkpoint.position for checkpoint in longer if checkpoint.is_kept]
+    kept = [checkpoint.position for checkpoint in longer if checkpoint.is_cached]
     gone: Reason = "evicted" if longer else "no_checkpoint"
     reasons: list[Reason] = []
     for group, policy in enumerate(policies):

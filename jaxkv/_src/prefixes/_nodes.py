@@ -37,7 +37,7 @@ class Node:
     @property
     def is_empty(self) -> bool:
         """Whether no block of these tokens is cached any more."""
-        if any(checkpoint.is_kept for checkpoint in self.checkpoints.values()):
+        if any(checkpoint.is_cached for checkpoint in self.checkpoints.values()):
             return False
         return not any((blocks > 0).any() for blocks in self.blocks)
 

@@ -36,7 +36,7 @@ class PrefixPolicy:
         """Whether the next token reads only the block at the end of the prefix."""
         return self.growth.stores == "state"
 
-    def first_column(self, position: int) -> int:
+    def first_block(self, position: int) -> int:
         """Returns the logical block of the oldest token that the one at a position reads."""
         return int(self.growth.first_visible(position, PLAIN_INTS)) // self.block
 

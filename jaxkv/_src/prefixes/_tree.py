@@ -79,7 +79,7 @@ class PrefixTree:
 
     # --- reading ------------------------------------------------------------------
 
-    def keeps(self, ids: np.ndarray) -> np.ndarray:
+    def are_cached(self, ids: np.ndarray) -> np.ndarray:
         """Returns which blocks are cached as whole blocks, bool of the ids' shape."""
         return self._owner_of[ids] >= 0
 
@@ -103,7 +103,7 @@ class PrefixTree:
             return node is not None
         column, last = self._index_of.item(block_id), (node.end - 1) // self.grid * self.grid
         ends = [*node.checkpoints, last, node.end]
-        return any(policy.first_column(n) <= column < cdiv(n, policy.block) for n in ends)
+        return any(policy.first_block(n) <= column < cdiv(n, policy.block) for n in ends)
 
     def _until(self, block_id: int) -> int:
         """Returns the position before which no token of a block may be overwritten."""
@@ -119,7 +119,7 @@ class PrefixTree:
 
     # --- caching -----------------------------------------------------------------
 
-    def keep(
+    def cache(
         self,
         namespace: Hashable,
         tokens: np.ndarray,
@@ -202,7 +202,7 @@ class PrefixTree:
 
     def _add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> Checkpoint | None:
         known = node.checkpoints.get(checkpoint.position)
-        if known is not None and known.is_kept:
+        if known is not None and known.is_cached:
             is_taken = self._take_over(known.blocks, checkpoint.blocks, checkpoint.ends)
             self.checkpoints.touch(known, is_wanted=checkpoint.is_wanted)
             return known if is_taken else None

@@ -14,7 +14,7 @@ from jaxkv._src.specs._growth import (
     CacheMode,
     Growth,
     GrowthTable,
-    LiveColumns,
+    LiveRange,
     first_visible_token,
 )
 from jaxkv._src.specs._state import (
@@ -37,7 +37,7 @@ __all__ = [
     "GrowthTable",
     "LayerSpec",
     "Limits",
-    "LiveColumns",
+    "LiveRange",
     "MLASpec",
     "SharedKVSpec",
     "SlidingWindowMLASpec",

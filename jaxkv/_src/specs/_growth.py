@@ -40,7 +40,7 @@ def first_visible_token(position: Any, window: Any, chunk: Any, xp: Any = None) 
     return xp.maximum(in_window, position // chunk * chunk)
 
 
-class LiveColumns(NamedTuple):
+class LiveRange(NamedTuple):
     """The logical blocks that a request needs: ``first .. end - 1`` and ``source``.
 
     source: the recurrent state that the next token resumes from; -1 for none. It
@@ -59,18 +59,18 @@ class _Columns:
         """Returns the oldest position that a token attends to; see `first_visible_token`."""
         return first_visible_token(position, self.window, self.chunk, xp)
 
-    def first_column(self: Any, num_computed_tokens: Any, xp: Any = None) -> Any:
+    def first_block(self: Any, num_computed_tokens: Any, xp: Any = None) -> Any:
         """Returns the logical block of the oldest token that the next one attends to."""
-        return self.first_visible(num_computed_tokens, xp) // self.column_tokens
+        return self.first_visible(num_computed_tokens, xp) // self.block_tokens
 
-    def end_column(self: Any, num_tokens: Any) -> Any:
+    def end_block(self: Any, num_tokens: Any) -> Any:
         """Returns one past the last logical block of requests of at least one token."""
-        end = cdiv(num_tokens, self.column_tokens)
+        end = cdiv(num_tokens, self.block_tokens)
         return end + self.speculative_blocks if self.has_drafts else end
 
-    def source_column(self: Any, num_computed_tokens: Any) -> Any:
+    def source_block(self: Any, num_computed_tokens: Any) -> Any:
         """Returns the logical block of the state that the next token resumes from; -1 for none."""
-        return cdiv(num_computed_tokens, self.column_tokens) - 1
+        return cdiv(num_computed_tokens, self.block_tokens) - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,14 +114,14 @@ class Growth(_Columns):
         return self.speculative_blocks > 0
 
     @property
-    def column_tokens(self) -> int:
+    def block_tokens(self) -> int:
         """Tokens of a logical block; `INT32_MAX`: the same blocks for every length."""
         fixed = self.stores == "state" and self.cache_mode == "none"
         return INT32_MAX if fixed else self.block_size
 
-    def live_columns(
+    def live_range(
         self, num_computed_tokens: Any, num_tokens: Any, encoder_tokens: Any = 0, xp: Any = None
-    ) -> LiveColumns:
+    ) -> LiveRange:
         """Returns the logical blocks that a request needs to compute its next tokens.
 
         Args:
@@ -131,17 +131,15 @@ class Growth(_Columns):
           xp: `jax.numpy`, or None for NumPy; all arguments are ints or integer arrays.
         """
         if self.stores == "state":
-            return self._state_columns(num_computed_tokens, num_tokens, xp)
+            return self._state_range(num_computed_tokens, num_tokens, xp)
         if self.stores == "encoder":
-            return LiveColumns(-1, 0, cdiv(encoder_tokens, self.block_size))
-        return LiveColumns(
-            -1, self.first_column(num_computed_tokens, xp), self.end_column(num_tokens)
-        )
+            return LiveRange(-1, 0, cdiv(encoder_tokens, self.block_size))
+        return LiveRange(-1, self.first_block(num_computed_tokens, xp), self.end_block(num_tokens))
 
-    def _state_columns(self, num_computed_tokens: Any, num_tokens: Any, xp: Any) -> LiveColumns:
-        end = self.end_column((xp or _numpy()).maximum(num_tokens, 1))
+    def _state_range(self, num_computed_tokens: Any, num_tokens: Any, xp: Any) -> LiveRange:
+        end = self.end_block((xp or _numpy()).maximum(num_tokens, 1))
         first = end - 1 - self.speculative_blocks if self.cache_mode == "align" else 0
-        return LiveColumns(self.source_column(num_computed_tokens), first, end)
+        return LiveRange(self.source_block(num_computed_tokens), first, end)
 
     def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = None) -> Any:
         """Returns the first logical block in a step's table (`StepBatch.kernel_block_tables`).
@@ -151,9 +149,9 @@ class Growth(_Columns):
         """
         if self.kind == "state" and self.cache_mode == "all":
             return num_computed_tokens // self.block_size
-        return self.live_columns(num_computed_tokens, num_tokens, 0, xp).first
+        return self.live_range(num_computed_tokens, num_tokens, 0, xp).first
 
-    def step_columns(self, query_len: int, seq_len: int, encoder_tokens: int) -> int:
+    def step_blocks(self, query_len: int, seq_len: int, encoder_tokens: int) -> int:
         """Returns the most logical blocks that a step's table lists for requests of these sizes.
 
         Args:
@@ -171,9 +169,9 @@ class Growth(_Columns):
     def live_blocks(
         self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
     ) -> Sequence[int]:
-        """Returns the logical blocks of `live_columns`, ascending and without repeats."""
+        """Returns the logical blocks of `live_range`, ascending and without repeats."""
         source, first, end = map(
-            int, self.live_columns(num_computed_tokens, num_tokens, encoder_tokens)
+            int, self.live_range(num_computed_tokens, num_tokens, encoder_tokens)
         )
         live = range(first, end)
         return live if source < 0 or source in live else (source, *live)
@@ -249,7 +247,7 @@ class GrowthTable(_Columns):
     """The growth of G groups, for N rows at once; arrays are int64[G, N]. NumPy only.
 
     growths: of the groups.
-    column_tokens, window, chunk, speculative_blocks: int64[G, 1], as for `Growth`; blocks count
+    block_tokens, window, chunk, speculative_blocks: int64[G, 1], as for `Growth`; blocks count
       the tokens of all ranks of context parallelism, and ``chunk`` is None without chunks.
     aligned: int64[...], indices of the groups with "align" states.
     crossed: int64[...], indices of the groups that store encoder tokens.
@@ -267,7 +265,7 @@ class GrowthTable(_Columns):
         self.growths = tuple(growths)
         kinds = [growth.kind for growth in growths]
         aligned = [g.stores == "state" and g.cache_mode == "align" for g in growths]
-        self.column_tokens = np.minimum(column("column_tokens") * context_parallel, INT32_MAX)
+        self.block_tokens = np.minimum(column("block_tokens") * context_parallel, INT32_MAX)
         self.window, self.speculative_blocks = column("window"), column("speculative_blocks")
         self.chunk = column("chunk") if "chunked" in kinds else None
         self.aligned = np.array(aligned, bool).nonzero()[0]
@@ -276,15 +274,15 @@ class GrowthTable(_Columns):
         self.has_drafts = bool(self.speculative_blocks.any())
         self.has_windows = "sliding" in kinds or "chunked" in kinds
 
-    def aligned_columns(self, num_computed_tokens: Any, num_tokens: Any) -> LiveColumns:
+    def aligned_range(self, num_computed_tokens: Any, num_tokens: Any) -> LiveRange:
         """Returns the logical blocks needed in the groups of ``aligned``; see `Growth`.
 
         Args:
           num_computed_tokens, num_tokens: int64[N], tokens before and after a step.
         """
-        end = self.end_column(num_tokens)[self.aligned]
-        source = self.source_column(num_computed_tokens)[self.aligned]
-        return LiveColumns(source, end - 1 - self.speculative_blocks[self.aligned], end)
+        end = self.end_block(num_tokens)[self.aligned]
+        source = self.source_block(num_computed_tokens)[self.aligned]
+        return LiveRange(source, end - 1 - self.speculative_blocks[self.aligned], end)
 
     def needs_no_change_until(self, num_computed_tokens: Any, allocated: Any) -> Any:
         """Returns the number of tokens that the allocated blocks are enough for, int64[N].
@@ -296,9 +294,9 @@ class GrowthTable(_Columns):
         np = _numpy()
         first, end = allocated[1], allocated[2]  # unpacking an array takes several times as long
         until = end - self.speculative_blocks if self.has_drafts else end
-        until = until * self.column_tokens
+        until = until * self.block_tokens
         if self.has_windows:  # the first block leaves the window, or a new chunk begins
-            left = (first + 1) * self.column_tokens
+            left = (first + 1) * self.block_tokens
             left += self.window - 1
             np.minimum(until, left, out=until)
             if self.chunk is not None:
@@ -308,7 +306,7 @@ class GrowthTable(_Columns):
             until[self.crossed] = INT32_MAX
         if self.aligned.size:  # the old source is dropped once the newest block is the source
             source, first = allocated[0, self.aligned], first[self.aligned]
-            then = first * self.column_tokens[self.aligned] + 1
+            then = first * self.block_tokens[self.aligned] + 1
             until[self.aligned] = np.where(
                 source != first, np.minimum(until[self.aligned], then), until[self.aligned]
             )

@@ -145,14 +145,14 @@ def needed_columns(growth: Growth, computed: int, total: int) -> Sequence[int]:
     """
     if growth.stores != "state" or total > computed:
         return growth.live_blocks(computed, total)
-    source = int(growth.live_columns(computed, total).source)
+    source = int(growth.live_range(computed, total).source)
     return range(source, source + 1) if computed else ()
 
 
 def _first_held(growth: Growth, computed: int) -> int:
     """Returns the first column that a request holds after a prefix that it found."""
     is_state = growth.stores == "state" and computed > 0
-    return int(growth.live_columns(computed, computed + 1).source) if is_state else 0
+    return int(growth.live_range(computed, computed + 1).source) if is_state else 0
 
 
 def _name(holder: tuple[int, int, int]) -> str:

@@ -211,7 +211,7 @@ class StepShape:
         longest = cdiv(self.max_seq_len, self.context_parallel)
         query = self.max_query_len
         return tuple(
-            growth.step_columns(query, longest, self.max_encoder_tokens) for growth in self.growths
+            growth.step_blocks(query, longest, self.max_encoder_tokens) for growth in self.growths
         )
 
     @functools.cached_property
