@@ -1662,3 +1662,47 @@ def test_with_align_a_step_across_the_end_of_a_block_keeps_no_state_there() -> N
     manager.fork("r", ["s"], num_tokens=8)
     manager.rewind({"r": 8})
     assert manager.computed_tokens == {"r": 8, "s": 8}
+
+
+def test_work_by_row_is_that_by_name_until_rows_change_hands_and_then_it_is_read_by_name() -> None:
+    plan = plan_cache({"full": FULL}, 2**20, max_model_len=64)
+    uploads: list[bytes] = []
+    for by_row in (False, True):
+        manager = BlockManager(plan, max_requests=4)
+        shape = StepShape.for_plan(plan, max_requests=4, max_tokens=16)
+        for name in ("a", (1, 2), np.int64(5)):
+            manager.start(name)
+        rows = np.array([manager.requests[name] for name in ((1, 2), "a")])
+        work: Any = {(1, 2): 3, "a": 2}
+        if by_row:
+            assert manager.work_by_row(rows, np.array([3, 2])) == work
+            work = manager.work_by_row(rows, np.array([3, 2]))
+        manager.grow(work)
+        uploads.append(manager.step(shape, work).data.tobytes())
+        manager.finish(np.int64(5))
+        manager.start("b")
+        uploads.append(manager.step(shape, work).data.tobytes())
+        manager.finish("a")
+        with pytest.raises(ValueError, match="'a' is not running"):
+            manager.step(shape, work)
+    assert uploads[:2] == uploads[2:]
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "error"),
+    [
+        ([0], np.array([1]), TypeError),
+        (np.array([0.0]), np.array([1]), TypeError),
+        (np.array([0]), np.array([1, 1]), TypeError),
+        (np.array([0, 0]), np.array([1, 1]), ValueError),
+        (np.array([1]), np.array([1]), ValueError),
+        (np.array([9]), np.array([1]), ValueError),
+        (np.array([-1]), np.array([1]), ValueError),
+        (np.array([0]), np.array([0]), ValueError),
+    ],
+)
+def test_work_of_rows_where_no_request_runs_is_refused(rows, counts, error) -> None:
+    manager = BlockManager(plan_cache({"full": FULL}, 2**20, max_model_len=64), max_requests=2)
+    manager.start("a")
+    with pytest.raises(error):
+        manager.work_by_row(rows, counts)

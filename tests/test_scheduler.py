@@ -1269,7 +1269,7 @@ def test_the_oldest_that_a_step_has_room_for_have_work() -> None:
         chooser: Any = types.SimpleNamespace(_manager=manager, _options=options, _table=table)
         max_tokens, longest = draw.choice([(99, 9), (2, 4)])
         step = StepBudget(max_tokens, 9, longest, forks=forks, cached_tokens=room)
-        decodes, prefills, needs = Chooser._with_work(chooser, step, running)
+        decodes, prefills, *needs = Chooser._candidates(chooser, step, running)
         alone = [StepBudget(max_tokens, 9, longest, forks=0, cached_tokens=0) for _ in range(5)]
         wanted = [at for at, alone_in in enumerate(alone) if alone_in.give_one(running, at)]
         wanted = [at for at in wanted if at not in loading] or wanted
@@ -1280,6 +1280,26 @@ def test_the_oldest_that_a_step_has_room_for_have_work() -> None:
         while sum(unsynced[at] for at in brings) > room:
             wanted.remove(brings.pop())
         assert sorted([*decodes, *prefills]) == wanted
-        assert [at for at in wanted if needs[0, at]] == [at for at in wanted if at in copying]
-        assert needs[1, wanted].tolist() == [unsynced[at] for at in wanted]
+        assert [at for at in wanted if needs[0][at]] == [at for at in wanted if at in copying]
+        assert needs[1][wanted].tolist() == [unsynced[at] for at in wanted]
         assert step.forks == forks - sum(pending)
+
+
+def test_requests_are_appended_to_by_their_indices_as_by_their_names() -> None:
+    server = Server(small_plan(40), max_requests=3, max_tokens=9)
+    for name in "ab":
+        server.add(name, 3, 5)
+    schedule = server.step()
+    index = np.array([server.scheduler.index(name) for name in "ab"])
+    assert np.array_equal(schedule.samples.index, index) and np.array_equal(schedule.index, index)
+    for wrong in (index.astype(float), index[None]):
+        with pytest.raises(TypeError, match="num_tokens"):
+            server.scheduler.append(wrong)
+    with pytest.raises(ValueError, match="has computed 3 of its 4"):
+        server.scheduler.append({"a": 1, "b": 1})
+        server.scheduler.append(index)
+    assert server.step().work == {"a": 1, "b": 1}
+    server.scheduler.append(index[1:])
+    assert server.step().work == {"b": 1}
+    with pytest.raises(ValueError, match="more than its max_tokens=5"):
+        server.scheduler.append(index[1:])

@@ -160,12 +160,9 @@ class Promises:
 
     def check_books(self) -> None:
         """Checks that the scheduler counts its requests as the manager and the caller do."""
-        queues, kept = self._scheduler._queues, self._manager._prefixes.kept
+        queues = self._scheduler._queues
         running = {request.name: request for request in queues.running}
         assert {n: r.row for n, r in running.items()} == self._manager.requests
-        for name, request in running.items():
-            known = kept.num_known(request.row)
-            assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
         unsynced = [self._serving.requests[name].unsynced for name in running]
         assert max(unsynced, default=0) <= self._serving.most_cached, "no step has room for these"
         assert queues.in_chunks <= {*queues.running}, "chunks"

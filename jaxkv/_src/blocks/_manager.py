@@ -123,12 +123,12 @@ class BlockManager(Unique):
         self, events: EventLog | PrefixEvents | None
     ) -> tuple[RequestState, RowAllocator, OffloadManager | None, Prefixes, StepPlanner]:
         plan, memory = self._plan, self._host_memory
-        pool = BlockPool(plan.num_blocks)
+        offload = None if memory is None else _offload(memory, plan)
+        pool = BlockPool(plan.num_blocks, 0 if offload is None else offload.room.num_ids)
         for group in plan.groups:  # the first ones, of attention sinks
             pool.allocate(group.reserved_blocks)
         state = RequestState(pool, plan, self._max_requests)
         rows = RowAllocator(self._max_requests, plan.limits.max_in_flight_tokens)
-        offload = None if memory is None else _offload(memory, plan)
         most = self._checkpoint_blocks
         prefixes = Prefixes(state, plan, checkpoint_blocks=most, events=events, offload=offload)
         return state, rows, offload, prefixes, StepPlanner(plan, state, rows, prefixes)
@@ -203,6 +203,10 @@ class BlockManager(Unique):
     def num_computed_tokens(self, request: Hashable) -> int:
         """Returns the tokens of a request that are in the cache, after all uploads so far."""
         return int(self._state.computed[self._rows.row(request)])
+
+    def num_known_tokens(self, request: Hashable) -> int:
+        """Returns the first tokens of a request whose ids the manager knows; see `finish`."""
+        return self._prefixes.kept.num_known(self._rows.row(request))
 
     def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
         """Returns, per group, the block ids of a request's row in order; 0 (null) for no block."""

@@ -57,7 +57,8 @@ class BlockPool:
     the most frequent case, has no count of its own.
 
     read_only_until: int64[num_blocks], the position before which no token of a block may be
-      overwritten; 0: its content is not kept. `Prefixes` writes it.
+      overwritten; 0: its content is not cached. `Prefixes` writes it, and that of blocks in host
+      memory, in ``all_read_only_until``.
     is_fresh: bool[num_blocks], whether a block was taken and not zeroed since. `RequestState` and
       the uploads write it, in plans that zero blocks.
     has_cached: whether the content of any block may be kept.
@@ -66,7 +67,7 @@ class BlockPool:
     on_take: called with blocks that were free.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, num_host_ids: int = 0):
         check_positive(num_blocks=num_blocks)
         if num_blocks < 2:
             raise ValueError(
@@ -77,14 +78,24 @@ class BlockPool:
         self._num_shared = 0  # sum of `_more_holders`
         self._uncached, self._evictable = IdQueue(num_blocks), IdQueue(num_blocks)
         self._uncached.push(np.arange(NULL_BLOCK + 1, num_blocks))
-        self.read_only_until = np.full(num_blocks, 0, np.int64)  # filled now, as in `IdQueue`
+        # Filled now, as in `IdQueue`.
+        self.all_read_only_until = np.full(num_blocks + num_host_ids, 0, np.int64)
+        self.read_only_until = self.all_read_only_until[:num_blocks]
         self.is_fresh = np.full(num_blocks, False)
         self.has_cached = False
-        self.on_evict: Callable[[np.ndarray], np.ndarray] = lambda ids: ids[:0]
-        self.on_take: Callable[[np.ndarray], object] = lambda ids: None
+        self.connect(on_take=lambda ids: None, on_evict=lambda ids: ids[:0])
 
     def __repr__(self) -> str:
         return f"BlockPool({self.num_blocks:,} blocks, {self.num_free_blocks:,} free)"
+
+    def connect(
+        self,
+        *,
+        on_take: Callable[[np.ndarray], object],
+        on_evict: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        """Sets what the pool calls when it takes blocks and when it evicts some."""
+        self.on_take, self.on_evict = on_take, on_evict
 
     @property
     def num_free_blocks(self) -> int:

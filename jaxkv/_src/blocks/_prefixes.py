@@ -61,13 +61,11 @@ class Prefixes:
         if isinstance(events, EventLog):
             events = PrefixEvents(events, _event_groups(plan))
         self.events = events
-        self._state, self._offload, self._tree = state, offload, _tree(state, plan, offload)
+        self._state, self._offload, self._tree = state, offload, _tree(state, plan)
         if offload is not None:
             offload.attach(self._tree, self.events)
         self.kept = CachedPrompts(state, self._tree, checkpoint_blocks, self.events, offload)
         self.loads = HostLoads(state, self._tree, self.kept, offload)
-        if offload is not None:
-            state.pool.on_take = self.loads.on_take
         self._has_encoder, self._longest = bool(state.growth.crossed.size), plan.max_model_len
         self._codes = TokenCodes()
         self._counts = Counter(
@@ -80,7 +78,8 @@ class Prefixes:
             evicted_blocks=0,
         )
         self._reasons: Counter[str] = Counter()
-        state.pool.on_evict = self._evicted
+        on_take = state.copies.forget if offload is None else self.loads.on_take
+        state.pool.connect(on_take=on_take, on_evict=self._evicted)
 
     # --- requests -----------------------------------------------------------------
 
@@ -261,8 +260,8 @@ class Prefixes:
         return Namespace(self.kept.epoch, salt, adapters), codes
 
 
-def _tree(state: RequestState, plan: Plan, offload: OffloadManager | None) -> PrefixTree:
-    """Returns an empty tree of prompts, over the ids of the pool and of the tier."""
+def _tree(state: RequestState, plan: Plan) -> PrefixTree:
+    """Returns an empty tree of prompts, over the ids of the device's blocks and of the host's."""
     pool, growths = state.pool, state.growth.growths
     shares_rows = [
         any(getattr(spec, "compress_ratio", 1) > 1 for spec in group.specs) for group in plan.groups
@@ -271,13 +270,9 @@ def _tree(state: RequestState, plan: Plan, offload: OffloadManager | None) -> Pr
         PrefixPolicy(*of_group)
         for of_group in zip(growths, state.block_tokens, shares_rows, strict=True)
     ]
-    read_only_until = pool.read_only_until
-    if offload is not None:  # which has more ids
-        read_only_until = np.full(pool.num_blocks + offload.room.num_ids, 0, np.int64)
-        pool.read_only_until = read_only_until[: pool.num_blocks]
     smallest = min(policy.block for policy in policies)
-    most = 4 * read_only_until.size * smallest
-    return PrefixTree(policies, read_only_until, max_tokens=most, host_ids=pool.num_blocks)
+    most = 4 * pool.all_read_only_until.size * smallest
+    return PrefixTree(policies, pool.all_read_only_until, max_tokens=most, host_ids=pool.num_blocks)
 
 
 def _event_groups(plan: Plan) -> list[EventGroup]:

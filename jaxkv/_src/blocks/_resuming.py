@@ -8,8 +8,7 @@ import numpy as np
 from jaxkv._src.blocks._rows import RowAllocator
 from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.prefixes import PLAIN_INTS, SharedBlocks
-from jaxkv._src.specs import Growth
+from jaxkv._src.prefixes import SharedBlocks
 from jaxkv._src.uploads import Batch
 
 
@@ -22,7 +21,7 @@ def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[Sha
     found: list[SharedBlocks] = []
     held = zip(*state.allocated_in(row), strict=True)
     for group, (growth, of_group) in enumerate(zip(state.growth.growths, held, strict=True)):
-        source, first, end = columns_read(growth, state.block_tokens[group], num_tokens)
+        source, first, end = growth.blocks_read(num_tokens, state.block_tokens[group])
         is_allocated = True
         if growth.stores == "encoder":
             end = of_group[2]
@@ -50,16 +49,6 @@ def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
         or (allocated_first <= first and end <= allocated_end)
         or first == source == end - 1
     )
-
-
-def columns_read(growth: Growth, block: int, num_tokens: int) -> tuple[int, int, int]:
-    """Returns source, first and end of the columns, of ``block`` tokens, that a token reads."""
-    end = cdiv(num_tokens, block)
-    if growth.stores == "tokens":
-        return -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block, end
-    if growth.stores == "encoder" or not num_tokens:
-        return -1, 0, 0
-    return (end - 1 if growth.cache_mode == "align" else -1), end - 1, end
 
 
 def _holds_state(state: RequestState, row: int, group: int, num_tokens: int) -> bool:
@@ -238,4 +227,4 @@ def _columns(state: RequestState, num_tokens: int) -> list[tuple[int, int, int]]
     if state.growth.crossed.size:
         raise ValueError("a plan that stores encoder tokens hands no blocks over")
     growths = zip(state.growth.growths, state.block_tokens, strict=True)
-    return [columns_read(growth, block, num_tokens) for growth, block in growths]
+    return [growth.blocks_read(num_tokens, block) for growth, block in growths]

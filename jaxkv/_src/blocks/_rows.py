@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_name, check_new_names
+from jaxkv._src.internal.checks import check_kind, check_name, check_new_names
 from jaxkv._src.internal.named_ints import NamedInts
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.uploads import Batch
@@ -83,8 +83,15 @@ class RowAllocator:
 
     def work(self, rows: np.ndarray, num_tokens: np.ndarray) -> RowWork:
         """Returns the work of requests in distinct rows, for `batch`."""
-        if not self._is_taken[rows].all():
-            raise ValueError(f"rows={rows.tolist()} must be of running requests")
+        check_kind(np.ndarray, rows=rows, num_tokens=num_tokens)
+        if not rows.dtype == num_tokens.dtype == np.int64 or not rows.shape == num_tokens.shape:
+            raise TypeError(
+                "rows and num_tokens must be int64[N], got arrays of "
+                f"{rows.dtype}{list(rows.shape)} and {num_tokens.dtype}{list(num_tokens.shape)}"
+            )
+        times, size = np.bincount(rows, minlength=self._is_taken.size), self._is_taken.size
+        if times.size > size or np.count_nonzero(times > self._is_taken):
+            raise ValueError(f"rows={rows.tolist()} must be distinct rows of running requests")
         batch = Batch.of(rows, num_tokens)
         self._check_counts(batch)
         return RowWork(self._names[rows], batch, self._version)

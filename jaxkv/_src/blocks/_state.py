@@ -74,7 +74,6 @@ class RequestState:
         self.may_share = np.zeros(max_requests, bool)
         self.is_stale, self.has_stale = np.zeros(max_requests, bool), False
         self.copies = PendingCopies(pool)
-        pool.on_take = self.copies.forget
         self.version, self.beginnings = 0, object()
         self.computed_by_row = _read_only(self.computed)
         self.unsynced_tokens_by_row = _read_only(self.unsynced_tokens)

@@ -36,14 +36,13 @@ from jaxkv._src.prefixes._keys import block_keys, root_key
 from jaxkv._src.prefixes._lookup import CachedPrefix, Reason, SharedBlocks, find
 from jaxkv._src.prefixes._namespaces import KnownNamespaces, Namespace
 from jaxkv._src.prefixes._nodes import Node
-from jaxkv._src.prefixes._policies import PLAIN_INTS, PrefixPolicy
+from jaxkv._src.prefixes._policies import PrefixPolicy
 from jaxkv._src.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
 from jaxkv._src.prefixes._tree import PrefixTree
 
 __all__ = [
     "END_OF_REPLAY",
     "MAX_TOKEN",
-    "PLAIN_INTS",
     "AllBlocksCleared",
     "BlockExtras",
     "BlocksRemoved",

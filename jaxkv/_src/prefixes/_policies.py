@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-import types
 
 import numpy as np
 
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.specs import Growth
+from jaxkv._src.specs import PLAIN_INTS, Growth
 
 WHOLE = np.iinfo(np.int64).max  # `read_only_until` of a block that no token may change
-PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -210,6 +210,5 @@ class Admission:
             self._manager.fork(donor.name, [sample.name])
         except ValueError:  # no row is free, or the newest state may be in the block of a draft
             return False
-        sample.num_known, sample.may_go_on = donor.num_known, donor.may_go_on
         self._queues.run(sample, self._manager.requests[sample.name])
         return True

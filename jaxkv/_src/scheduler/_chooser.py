@@ -17,6 +17,20 @@ from jaxkv._src.scheduler._schedule import SampledRequests, Schedule
 CHECKED_AT_ONCE = 32  # requests whose token ids a step checks
 
 
+class Candidates(NamedTuple):
+    """Running requests that may get tokens, and what each brings into a step.
+
+    A request copies the block that it writes next if that block is shared or cached. Requests that
+    a fork, or a schedule that was not carried out, gave blocks of cached tokens bring these to the
+    device.
+    """
+
+    decodes: np.ndarray  # int64[D], positions in a `Running` of N
+    prefills: np.ndarray  # int64[P]
+    copies: np.ndarray  # int64[N]
+    unsynced: np.ndarray  # int64[N], tokens
+
+
 class Choice(NamedTuple):
     """A step, the requests preempted for it, and those that start."""
 
@@ -116,44 +130,53 @@ class Chooser:
 
     def _choose(self, max_tokens: int) -> Choice:
         """Returns a new step, the requests preempted for it, and those that start."""
-        step = self._budget(max_tokens)
         self._move_chunk_ends()
         running = self._queues.now_running()
         self._check(running)
-        decodes, prefills, needs = self._with_work(step, running)
-        prefill_first = self._options.order == "prefill_first"
-        for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
-            step.give_all(running, chosen)
-        if needs.any():
-            has_work = step.includes(running.index)
-            copies, cached_tokens = needs[:, has_work].sum(axis=1)
-            step.forks, step.cached_tokens = step.forks - copies, step.cached_tokens - cached_tokens
-        preempted: list[Request] = []
-        started: list[tuple[Request, PrefixHit]] = []
-        if not self._take_blocks(step, running):
-            preempted = self._take_by_age(step, running)
-        elif self._queues.may_admit:
-            # Prompts come before decodes, which keep their blocks and get the tokens that are left.
-            may_wait, later = step.index.size > 0, decodes[:0]
-            if prefill_first:
-                later = decodes[step.includes(running.index[decodes])]
-            for at in later.tolist():
-                step.take_back(running.index.item(at))
-            started = self._admission.admit(step, running, may_wait=may_wait)
-            for at in later.tolist():
-                step.give_one(running, at)
+        step = self._budget(max_tokens)
+        candidates = self._candidates(step, running)
+        preempted, started = self._fill(step, running, candidates)
         if not step.index.size:
-            preempted += self._force(step, running, np.union1d(decodes, prefills))
-        if not step.index.size and any(
-            self._manager.is_loading(r.name) for r in self._queues.running
-        ):
+            preempted += self._force(step, running, candidates)
+        is_loading = self._manager.is_loading
+        if not step.index.size and any(is_loading(one.name) for one in self._queues.running):
             # The others get no blocks, so that the step has to wait for host memory.
             step = self._budget(max_tokens)
-            *with_work, _ = self._with_work(step, running, may_wait=False)
-            preempted += self._force(step, running, np.union1d(*with_work))
+            candidates = self._candidates(step, running, may_wait=False)
+            preempted += self._force(step, running, candidates)
         if not step.index.size and max_tokens == self._options.max_tokens:
             self._check_idle()
         return Choice(step, preempted, started)
+
+    def _fill(
+        self, step: StepBudget, running: Running, candidates: Candidates
+    ) -> tuple[list[Request], list[tuple[Request, PrefixHit]]]:
+        """Gives tokens to requests that run and then to waiting ones, and takes their blocks.
+
+        Returns the requests preempted, and those that start.
+        """
+        prefill_first = self._options.order == "prefill_first"
+        decodes, prefills, copies, unsynced = candidates
+        for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
+            step.give_all(running, chosen)
+        if np.count_nonzero(copies) or np.count_nonzero(unsynced):
+            chosen = step.includes(running.index)
+            step.forks -= int(copies[chosen].sum())
+            step.cached_tokens -= int(unsynced[chosen].sum())
+        if not self._take_blocks(step, running):
+            return self._take_by_age(step, running), []
+        if not self._queues.may_admit:
+            return [], []
+        # Prompts come before decodes, which keep their blocks and get the tokens that are left.
+        may_wait, later = step.index.size > 0, decodes[:0]
+        if prefill_first:
+            later = decodes[step.includes(running.index[decodes])]
+        for at in later.tolist():
+            step.take_back(running.index.item(at))
+        started = self._admission.admit(step, running, may_wait=may_wait)
+        for at in later.tolist():
+            step.give_one(running, at)
+        return [], started
 
     def _budget(self, max_tokens: int) -> StepBudget:
         return StepBudget(
@@ -231,20 +254,13 @@ class Chooser:
             if not request.chunk_ends:
                 self._queues.in_chunks.remove(request)
 
-    def _with_work(
+    def _candidates(
         self, step: StepBudget, running: Running, *, may_wait: bool = True
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the running requests with tokens to compute, and what they need of a step's room.
+    ) -> Candidates:
+        """Returns the requests that have tokens to compute.
 
-        A request copies the block that it writes next if that block is shared or kept, and a step
-        has room for ``forks`` copies. Requests that a fork, or a schedule that was not carried out,
-        gave blocks of cached tokens bring these to the device, as far as there is room for
-        ``cached_tokens``. The youngest requests that need more are left out, and so are those that
-        wait for host memory, if they may wait, unless nobody else has work.
-
-        Returns:
-          The indices of decodes and of prefills, and copies and cached tokens of each running
-          request, int64[2, N].
+        The youngest requests that need more copies or cached tokens than a step takes are left out,
+        and so are those that wait for host memory, if they may wait, unless nobody else has work.
         """
         manager, rows = self._manager, running.rows
         has_work, unsynced = step.has_room_for(running), manager.unsynced_tokens_by_row[rows]
@@ -263,11 +279,8 @@ class Chooser:
                 need *= has_work
                 has_work &= (need == 0) | (np.cumsum(need) <= most)
         is_prefill = running.is_prefill
-        decodes, prefills = (
-            (has_work & ~is_prefill).nonzero()[0],
-            (has_work & is_prefill).nonzero()[0],
-        )
-        return decodes, prefills, np.stack([copies, unsynced])
+        decodes, prefills = has_work & ~is_prefill, has_work & is_prefill
+        return Candidates(decodes.nonzero()[0], prefills.nonzero()[0], copies, unsynced)
 
     # --- blocks of running requests -------------------------------------------------
 
@@ -304,13 +317,13 @@ class Chooser:
                 self.preempt(preempted[-1])
         return preempted
 
-    def _force(self, step: StepBudget, running: Running, with_work: np.ndarray) -> list[Request]:
+    def _force(self, step: StepBudget, running: Running, candidates: Candidates) -> list[Request]:
         """Gives the oldest request its tokens, for which younger ones are preempted.
 
         The youngest request may have got all tokens of the step, and no blocks.
         """
         preempted: list[Request] = []
-        for at in with_work.tolist():
+        for at in np.union1d(candidates.decodes, candidates.prefills).tolist():
             if self._table.rows[running.index[at]] >= 0 and step.give_one(running, at):
                 preempted += self._take_by_age(step, running)
                 if step.index.size:

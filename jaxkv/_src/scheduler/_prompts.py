@@ -138,8 +138,6 @@ class Prompts:
                 max_cached_tokens=max_cached_tokens if is_known else None,
                 encoder_tokens=request.encoder_tokens,
             )
-            request.num_known = None if request.found is None else request.found.num_tokens
-            request.may_go_on = True
         request.found = request.ids = None
         ends = set(hit.chunk_ends)
         if self._chunk_tokens is not None:
@@ -155,12 +153,8 @@ class Prompts:
 
     def swap_out(self, request: Request) -> None:
         """Ends a request that is preempted; with host memory, it goes on where it was."""
-        if not self._swaps:
-            return self.finish(request)
-        more = self._ids_after_prompt(request)
-        is_swapped_out = self._manager.swap_out(request.name, more)
-        if is_swapped_out and more is not None and request.num_known is not None:
-            request.num_known += more.size
+        end = self._manager.swap_out if self._swaps else self._manager.finish
+        end(request.name, self._ids_after_prompt(request))
 
     def num_swapped(self, request: Request, most: int) -> int:
         """Returns the tokens with which a preempted request goes on; 0: it starts anew."""
@@ -173,10 +167,10 @@ class Prompts:
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
         """Returns the ids after those that the manager knows; None: it wants none."""
-        if not request.may_go_on or request.num_known is None:
+        if not (known := self._manager.num_known_tokens(request.name)):
             return None
         try:
-            return self._ids(request.name, request.num_known)
+            return self._ids(request.name, known)
         except (TypeError, ValueError):  # nothing of them is kept, but a request can always end
             return None
 
@@ -185,8 +179,6 @@ class Prompts:
         self._manager.rewind({x.name: n for x, n in requests if self._must_rewind(x, n)})
         for request, count in requests:
             self.discard_swapped(request)
-            if request.num_known is not None and count < request.num_known:
-                request.num_known, request.may_go_on = count, False  # other ids may follow
             request.found = None
             request.chunk_ends = [end for end in request.chunk_ends if end <= count]
 
@@ -194,7 +186,8 @@ class Prompts:
         """Returns whether the manager knows more tokens of a request."""
         if request.row < 0:
             return False
-        return num_tokens < max(self._manager.computed_by_row[request.row], request.num_known or 0)
+        known = self._manager.num_known_tokens(request.name)
+        return num_tokens < max(self._manager.computed_by_row[request.row], known)
 
     def forget_unknown(self, request: Request, table: RequestTable) -> None:
         """Forgets the tokens of a waiting request whose ids are not known, and what it found."""

@@ -24,8 +24,6 @@ class Request:
     salt, extra_keys, boundaries: of its prefix, as for `BlockManager.start`.
     ids: the token ids, int32[N], as `Scheduler.add` found them, until they are looked up.
     found: the latest result of a lookup while it waits; None: none yet.
-    num_known: number of token ids that the manager knows while it runs or is parked; None: none.
-    may_go_on: whether the ids after these are those of what it computes, so that they may be kept.
     chunk_ends: numbers of tokens after which a later chunk has to end, while it runs.
     index: in the `RequestTable`.
     row: its row in the block tables while it runs; -1: it waits.
@@ -44,8 +42,6 @@ class Request:
     boundaries: Sequence[int]
     ids: np.ndarray | None = None  # int32[N]
     found: PrefixMatch | None = None
-    num_known: int | None = None
-    may_go_on: bool = True
     chunk_ends: Sequence[int] = ()
     index: int = -1
     row: int = -1
@@ -126,6 +122,11 @@ class RequestTable:
           TypeError, ValueError: an unknown request, or numbers that are not positive ints.
         """
         if isinstance(num_tokens, np.ndarray):
+            if num_tokens.dtype != np.int64 or num_tokens.ndim != 1:
+                raise TypeError(
+                    "num_tokens must map requests to ints, or be the int64[N] of their indices, "
+                    f"got {num_tokens.dtype}{list(num_tokens.shape)}"
+                )
             return num_tokens, np.ones(num_tokens.size, np.int64)
         if not isinstance(num_tokens, Mapping):
             raise TypeError(

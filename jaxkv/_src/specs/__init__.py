@@ -11,6 +11,7 @@ from jaxkv._src.specs._attention import (
 from jaxkv._src.specs._base import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
 from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
 from jaxkv._src.specs._growth import (
+    PLAIN_INTS,
     CacheMode,
     Growth,
     GrowthTable,
@@ -28,6 +29,7 @@ from jaxkv._src.specs._state import (
 )
 
 __all__ = [
+    "PLAIN_INTS",
     "CacheMode",
     "ChunkedAttentionSpec",
     "CrossAttentionSpec",

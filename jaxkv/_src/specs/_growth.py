@@ -6,6 +6,7 @@ jax arrays.
 
 import dataclasses
 import functools
+import types
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +39,9 @@ def first_visible_token(position: Any, window: Any, chunk: Any, xp: Any = None) 
     if chunk is None:
         return in_window
     return xp.maximum(in_window, position // chunk * chunk)
+
+
+PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
 
 
 class LiveRange(NamedTuple):
@@ -140,6 +144,22 @@ class Growth(_Columns):
         end = self.end_block((xp or _numpy()).maximum(num_tokens, 1))
         first = end - 1 - self.speculative_blocks if self.cache_mode == "align" else 0
         return LiveRange(self.source_block(num_computed_tokens), first, end)
+
+    def blocks_read(self, num_tokens: int, block_tokens: int) -> LiveRange:
+        """Returns the logical blocks that the token after ``num_tokens`` tokens reads.
+
+        Those of encoder tokens, which all tokens read, are left out.
+
+        Args:
+          block_tokens: tokens of a logical block, over all ranks of context parallelism.
+        """
+        end = cdiv(num_tokens, block_tokens)
+        if self.stores == "tokens":
+            first = int(self.first_visible(num_tokens, PLAIN_INTS)) // block_tokens
+            return LiveRange(-1, first, end)
+        if self.stores == "encoder" or not num_tokens:
+            return LiveRange(-1, 0, 0)
+        return LiveRange(end - 1 if self.cache_mode == "align" else -1, end - 1, end)
 
     def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = None) -> Any:
         """Returns the first logical block in a step's table (`StepBatch.kernel_block_tables`).
