@@ -7,10 +7,10 @@ other blocks alike, including block 0.
 
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
-- `paged_attention`: attention over keys and values in pages (`StridedPages`, `Interleaving`,
-  `PackedRow`, `SharedPrefixes`).
+- `paged_attention`: attention over keys and values in pages (`StridedPages`, `RequestPages`,
+  `AttentionRule`, `Interleaving`, `PackedRow`, `SharedPrefixes`).
 - `gated_delta_rule`, `selective_scan` and `causal_conv1d`: recurrent layers over states in pages
-  (`StatePages`, `Convolution`).
+  (`StatePages`, `RequestStates`, `Convolution`).
 - `default_implementation`: the implementation that ``None`` stands for.
 - `import_mosaic`: imports what an implementation needs, before jax traces.
 - `read_extents`: reads rows of an array that the same program writes in place.
@@ -21,13 +21,16 @@ from pallas_kernels._capability import default_implementation as default_impleme
 from pallas_kernels._capability import import_mosaic as import_mosaic
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
 from pallas_kernels._in_place import read_extents as read_extents
+from pallas_kernels._paged_attention import AttentionRule as AttentionRule
 from pallas_kernels._paged_attention import Interleaving as Interleaving
 from pallas_kernels._paged_attention import PackedRow as PackedRow
+from pallas_kernels._paged_attention import RequestPages as RequestPages
 from pallas_kernels._paged_attention import RowPacking as RowPacking
 from pallas_kernels._paged_attention import SharedPrefixes as SharedPrefixes
 from pallas_kernels._paged_attention import StridedPages as StridedPages
 from pallas_kernels._paged_attention import paged_attention as paged_attention
 from pallas_kernels._recurrence import Convolution as Convolution
+from pallas_kernels._recurrence import RequestStates as RequestStates
 from pallas_kernels._recurrence import StatePages as StatePages
 from pallas_kernels._recurrence import causal_conv1d as causal_conv1d
 from pallas_kernels._recurrence import gated_delta_rule as gated_delta_rule
@@ -36,10 +39,13 @@ from pallas_kernels._write_rows import write_rows as write_rows
 from pallas_kernels._zero_blocks import zero_blocks as zero_blocks
 
 __all__ = [
+    "AttentionRule",
     "Convolution",
     "Implementation",
     "Interleaving",
     "PackedRow",
+    "RequestPages",
+    "RequestStates",
     "RowPacking",
     "SharedPrefixes",
     "StatePages",

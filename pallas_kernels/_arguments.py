@@ -1,13 +1,17 @@
 """Checks of the arguments of the kernels: arrays as matrices of pages, and lists of block ids."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Bool, Int32, Shaped
+
+type Tree[T] = T | Sequence["Tree[T]"] | Mapping[str, "Tree[T]"]
+Ids = Int32[Array, " ids"]
 
 
 def check_choice(choices: Sequence[str], **values: str | None) -> None:
@@ -18,12 +22,12 @@ def check_choice(choices: Sequence[str], **values: str | None) -> None:
             raise ValueError(f"{name}={shown(value)}; use one of {listed} or None")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns the beginning of a value's text, on one line."""
     return " ".join(repr(value).split())[:80]
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: float) -> float:
     """Returns a finite number as a float."""
     try:
         number = math.nan if isinstance(value, str) else float(value)
@@ -34,7 +38,7 @@ def as_number(name: str, value: Any) -> float:
     return number
 
 
-def check_type(kind: type, **values: Any) -> None:
+def check_type(kind: type, **values: object) -> None:
     """Raises TypeError for the first value that is not of a type."""
     for name, value in values.items():
         if not isinstance(value, kind):
@@ -53,7 +57,7 @@ def as_dtype(name: str, value: DTypeLike, choices: Sequence[str]) -> jnp.dtype:
     return dtype
 
 
-def as_array(name: str, value: Any) -> Array:
+def as_array(name: str, value: ArrayLike) -> Array:
     """Returns numbers as a `jax.Array`; raises TypeError for what holds none."""
     try:
         return jnp.asarray(value)
@@ -64,12 +68,12 @@ def as_array(name: str, value: Any) -> Array:
 class PagedBuffer(NamedTuple):
     """An array as a matrix of pages: the parts of a block, one per index before the block axis.
 
-    pages: dtype[outer * num_blocks, page]; block b of outer index o is page o * num_blocks + b.
+    pages: block b of outer index o is page o * num_blocks + b.
     num_blocks: blocks along the array's block axis.
     list_index: index of the buffer's ids in `IdLists.lists`.
     """
 
-    pages: Array
+    pages: Shaped[Array, "outer*num_blocks page"]
     num_blocks: int
     list_index: int = 0
 
@@ -82,34 +86,36 @@ class PagedBuffer(NamedTuple):
 class IdLists(NamedTuple):
     """Block ids of all buffers; buffers that share lists have them here once.
 
-    lists: for each distinct combination of arguments a tuple of int32[K], one per argument.
-    num_ids: int32[], how many entries of every list count; None: all.
+    lists: for each distinct combination of arguments a tuple of lists, one per argument.
+    num_ids: how many entries of every list count; None: all.
     """
 
-    lists: Sequence[tuple[Array, ...]]
-    num_ids: Array | None = None
+    lists: Sequence[tuple[Ids, ...]]
+    num_ids: Int32[Array, ""] | None = None
 
-    def is_counted(self, length: int) -> Array:
-        """Returns bool[length]: which entries of a list of that length count."""
+    def is_counted(self, length: int) -> Bool[Array, " length"]:
+        """Returns which entries of a list of that length count."""
         index = jnp.arange(length, dtype=jnp.int32)
         return index < (length if self.num_ids is None else self.num_ids)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call as kernels take them, and how to rebuild the caller's tree."""
+    """The arguments of a call as kernels take them."""
 
     buffers: list[PagedBuffer]
     ids: IdLists
-    shapes: list[tuple[int, ...]]
-    tree: jax.tree_util.PyTreeDef
-
-    def rebuild(self, pages: Sequence[Array]) -> Any:
-        """Returns the caller's tree of buffers, rebuilt from their pages."""
-        pairs = zip(pages, self.shapes, strict=True)
-        return self.tree.unflatten(array.reshape(shape) for array, shape in pairs)
 
 
-def flatten_arguments(buffers: Any, block_axis: Any, num_ids: Any, **id_lists: Any) -> Arguments:
+def unflatten_pages[T](buffers: T, pages: Sequence[Array]) -> T:
+    """Returns pages as a tree of arrays like ``buffers``."""
+    leaves, tree = jax.tree.flatten(buffers)
+    pairs = zip(pages, leaves, strict=True)
+    return tree.unflatten(array.reshape(jnp.shape(leaf)) for array, leaf in pairs)
+
+
+def flatten_arguments(
+    buffers: object, block_axis: Tree[int], num_ids: Array | None, **id_lists: Tree[Ids]
+) -> Arguments:
     """Checks the arguments of a kernel, and arranges them as pages and distinct lists.
 
     Raises:
@@ -131,24 +137,23 @@ def flatten_arguments(buffers: Any, block_axis: Any, num_ids: Any, **id_lists: A
         tuple(as_ids(ids, name) for name, ids in zip(id_lists, lists, strict=True))
         for lists in distinct.values()
     ]
-    ids = IdLists(checked, as_count(num_ids))
-    return Arguments(paged, ids, [jnp.shape(leaf) for leaf in leaves], tree)
+    return Arguments(paged, IdLists(checked, as_count(num_ids)))
 
 
-def match_tree(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[Any]:
-    """Returns one value per buffer: the same for all, or from a tree like that of the buffers."""
+def match_tree[T](tree: jax.tree_util.PyTreeDef, values: Tree[T], name: str) -> list[T]:
+    """Returns one value per buffer: the same for all, or from a tree like the buffers'."""
     leaves, values_tree = jax.tree.flatten(values)
     if values_tree == tree:
         return leaves
     if len(leaves) == 1 and jax.tree_util.treedef_is_leaf(values_tree):
         return leaves * tree.num_leaves
     raise ValueError(
-        f"{name} must be one value, or a tree like that of buffers, {tree}; got {values_tree}; one "
+        f"{name} must be one value, or a tree like buffers', {tree}; got {values_tree}; one "
         "value is an int, or an int32 array of ids: not a list"
     )
 
 
-def as_ids(ids: Any, name: str) -> Array:
+def as_ids(ids: Array, name: str) -> Array:
     """Returns a list of ids or offsets as a `jax.Array`.
 
     Checks the dtype first, because jax truncates int64 to int32, which makes 7 of 2**32 + 7.
@@ -159,7 +164,7 @@ def as_ids(ids: Any, name: str) -> Array:
     return jnp.asarray(ids)
 
 
-def as_count(num_ids: Any) -> Array | None:
+def as_count(num_ids: Array | None) -> Array | None:
     """Returns ``num_ids`` as a `jax.Array`, or None."""
     if num_ids is None:
         return None

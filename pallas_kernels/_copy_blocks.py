@@ -1,28 +1,36 @@
 """Copies of blocks onto other blocks of the same arrays, in place under donation."""
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32
 
-from pallas_kernels._arguments import IdLists, PagedBuffer, flatten_arguments, page_indices
+from pallas_kernels._arguments import (
+    IdLists,
+    Ids,
+    PagedBuffer,
+    Tree,
+    flatten_arguments,
+    page_indices,
+    unflatten_pages,
+)
 from pallas_kernels._bitcast import as_integers, as_words, from_words
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
 from pallas_kernels._in_place import read_extents, write_extents
 
 
-def copy_blocks(
-    buffers: Any,
-    sources: Any,
-    destinations: Any,
+def copy_blocks[T](
+    buffers: T,
+    sources: Tree[Ids],
+    destinations: Tree[Ids],
     *,
-    block_axis: Any = 0,
-    num_ids: Array | None = None,
+    block_axis: Tree[int] = 0,
+    num_ids: Int32[Array, ""] | None = None,
     disjoint: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> T:
     """Copies blocks of one array, or of every array in a tree, with at most two kernel launches.
 
     Example::
@@ -38,13 +46,13 @@ def copy_blocks(
 
     Args:
       buffers: an array or a tree of arrays; any shape, real numeric dtype.
-      sources: int32[K], the blocks to copy in every buffer; or a tree like ``buffers`` with a
+      sources: the blocks to copy in every buffer; or a tree like ``buffers`` with a
         list for each.
       destinations: the blocks to overwrite, as many as sources, given in the same way. A pair
         is ignored if either id is below 0 or beyond a buffer's blocks, so lists can be padded
         with -1. Of several valid pairs with the same destination, the last one counts.
       block_axis: the axis that counts blocks; an int, or a tree of ints like ``buffers``.
-      num_ids: int32[], may be traced: only the first ``num_ids`` pairs of every list count,
+      num_ids: may be traced: only the first ``num_ids`` pairs of every list count,
         and ``"mosaic_gpu"`` moves no bytes for the rest. It is clamped to 0 and to the length of
         a list. None: all pairs count.
       disjoint: True promises that no block is both a source and a destination, as with
@@ -68,10 +76,13 @@ def copy_blocks(
         buffers, block_axis, num_ids, sources=sources, destinations=destinations
     )
     masked, ids = mask_noop_pairs(arguments.buffers, arguments.ids)
-    mosaic_gpu = functools.partial(_copy_mosaic, disjoint=disjoint)
-    kernels: Any = {"mosaic_gpu": mosaic_gpu, "xla": _copy_xla}
-    copied = run(masked, ids, implementation, kernel="copy_blocks", **kernels)
-    return arguments.rebuild(copied)
+    copied = run(
+        *(masked, ids, implementation),
+        kernel="copy_blocks",
+        mosaic_gpu=functools.partial(_copy_mosaic, disjoint=disjoint),
+        xla=_copy_xla,
+    )
+    return unflatten_pages(buffers, copied)
 
 
 def mask_noop_pairs(buffers: list[PagedBuffer], ids: IdLists) -> tuple[list[PagedBuffer], IdLists]:

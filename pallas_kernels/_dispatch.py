@@ -1,7 +1,7 @@
 """Choice between the two implementations of a kernel, for each buffer or for a whole call."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from jax import Array, lax
 
@@ -10,17 +10,17 @@ from pallas_kernels._arguments import PagedBuffer, check_choice
 from pallas_kernels._capability import Implementation
 
 # Takes buffers and a tree of operand arrays, and returns the pages of the buffers.
-Kernel = Callable[[list[PagedBuffer], Any], list[Array]]
+type Kernel[T] = Callable[[list[PagedBuffer], T], list[Array]]
 
 
-def run(
+def run[T](
     buffers: list[PagedBuffer],
-    operands: Any,
+    operands: T,
     implementation: Implementation | None,
     *,
     kernel: _capability.Kernel,
-    mosaic_gpu: Kernel,
-    xla: Kernel,
+    mosaic_gpu: Kernel[T],
+    xla: Kernel[T],
 ) -> list[Array]:
     """Runs the given implementation, or with None the best one for each buffer.
 
@@ -45,18 +45,18 @@ def run(
             return mosaic_gpu(buffers, operands)
 
 
-def choose(
+def choose[T](
     implementation: Implementation | None,
     unsupported: str | None,
     *,
     kernels: Sequence[_capability.Kernel],
-    mosaic_gpu: Callable[[], tuple[Array, ...]],
-    xla: Callable[[], tuple[Array, ...]],
-) -> Any:
+    mosaic_gpu: Callable[[], T],
+    xla: Callable[[], T],
+) -> T:
     """Runs the given implementation of a whole call, or with None the best one.
 
     Args:
-      unsupported: why Mosaic cannot run the call; None: it can.
+      unsupported: why Mosaic cannot run the call, or None.
       kernels: the Mosaic kernels of the call; if the GPU does not run one of them, XLA runs all.
 
     Raises:
@@ -75,8 +75,8 @@ def choose(
     return lax.platform_dependent(cuda=mosaic_gpu, default=xla)
 
 
-def _run_best(
-    buffers: list[PagedBuffer], operands: Any, mosaic_gpu: Kernel, xla: Kernel
+def _run_best[T](
+    buffers: list[PagedBuffer], operands: T, mosaic_gpu: Kernel[T], xla: Kernel[T]
 ) -> list[Array]:
     """Runs Mosaic for the dtypes that it can store, and XLA otherwise."""
     stored = [buffer for buffer in buffers if _capability.can_store(buffer.pages.dtype)]
@@ -84,8 +84,8 @@ def _run_best(
         return xla(buffers, operands)
     others = [buffer for buffer in buffers if not _capability.can_store(buffer.pages.dtype)]
 
-    def on_stored(kernel: Kernel) -> Callable[[list[Array], Any], list[Array]]:
-        def on_pages(pages: list[Array], operands: Any) -> list[Array]:
+    def on_stored(kernel: Kernel[T]) -> Callable[[list[Array], T], list[Array]]:
+        def on_pages(pages: list[Array], operands: T) -> list[Array]:
             pairs = zip(stored, pages, strict=True)
             return kernel([buffer._replace(pages=traced) for buffer, traced in pairs], operands)
 

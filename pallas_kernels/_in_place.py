@@ -2,9 +2,14 @@
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32, Shaped
 
 
-def read_extents(data: Array, extents: Array, columns: slice | None = None) -> Array:
+def read_extents(
+    data: Shaped[Array, "extents elements"],
+    extents: Int32[Array, "..."],
+    columns: slice | None = None,
+) -> Shaped[Array, "... elements"]:
     """Reads rows of an array whose memory later writes of the program reuse.
 
     XLA code that reads a pool and writes it goes through here. Without the barrier, XLA may compute
@@ -12,12 +17,12 @@ def read_extents(data: Array, extents: Array, columns: slice | None = None) -> A
     write, or, for a single row on a CPU, reads bytes that this write has already replaced.
 
     Args:
-      data: [extents, elements].
-      extents: int32[...], the rows to read.
+      data: any dtype.
+      extents: the rows to read.
       columns: elements of a row; None: all.
 
     Returns:
-      [..., elements] in the dtype of ``data``; zeros for rows out of range.
+      The rows; zeros for rows out of range.
     """
     cells = data.at[extents] if columns is None else data.at[extents, columns]
     read = cells.get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -25,8 +30,13 @@ def read_extents(data: Array, extents: Array, columns: slice | None = None) -> A
 
 
 def write_extents(
-    data: Array, extents: Array, offsets: Array | int, rows: Array, *, unique: bool = True
-) -> Array:
+    data: Shaped[Array, "extents elements"],
+    extents: Int32[Array, " rows"],
+    offsets: Int32[Array, " rows"] | int,
+    rows: Shaped[Array, "rows width"],
+    *,
+    unique: bool = True,
+) -> Shaped[Array, "extents elements"]:
     """Writes ``rows[i]`` to ``data[extents[i], offsets[i] :]``, in place.
 
     The XLA paths of all kernels write through here. XLA turns a scatter of a single row into an
@@ -34,11 +44,11 @@ def write_extents(
     second row, which is dropped, goes with it.
 
     Args:
-      data: [extents, elements].
-      extents: int32[K]; a row is dropped if its extent is out of range.
-      offsets: int32[K], or one for all, the first element of each row in its extent; a row that
-        does not lie within is dropped.
-      rows: [K, n], in the dtype of ``data``.
+      data: any dtype.
+      extents: a row is dropped if its extent is out of range.
+      offsets: the first element of each row in its extent, or one for all; a row that does not lie
+        within is dropped.
+      rows: in the dtype of ``data``.
       unique: whether no two rows that are written have one extent and overlap.
     """
     offsets = jnp.broadcast_to(jnp.asarray(offsets, jnp.int32), extents.shape)

@@ -2,15 +2,26 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels._tiling import Tiling
+
+if TYPE_CHECKING:
+    from jax._src.pallas.mosaic_gpu.core import SomeLayout
+
+# A reference within a kernel: jax annotates Mosaic's functions with classes of its own, which
+# `jax.Ref` is not one of.
+type Ref = Any
+type Layout = SomeLayout  # of an array in the registers of a warpgroup
+# Shared memory or a barrier that a kernel asks for; None: not needed.
+type Scratch = pl.MemoryRef | plgpu.Barrier | plgpu.ClusterBarrier | None
 
 # Interpret mode supports neither wgmma with an operand in registers nor wgmma that accumulates.
 # With False, operands go through shared memory, and sums are computed separately.
@@ -23,7 +34,7 @@ def call_kernel(
     name: str,
     num_thread_blocks: int,
     operands: Sequence[Array],
-    refs: Sequence[Any],
+    refs: Sequence[Ref],
     out_type: Sequence[jax.ShapeDtypeStruct] = (),
     approx_math: bool = False,
 ) -> Sequence[Array]:
@@ -50,7 +61,7 @@ def call_kernel(
 
 
 def call_unfused[T](
-    call: Callable[..., T], operands: Sequence[Array], refs: Sequence[Any] = ()
+    call: Callable[..., T], operands: Sequence[Array], refs: Sequence[Ref] = ()
 ) -> T:
     """Calls a kernel on arrays that it reads and on references that it writes.
 
@@ -74,7 +85,7 @@ def written(ref: jax.Ref) -> Array:
     return lax.optimization_barrier(jax.freeze(ref))
 
 
-def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
+def tiled(shape: tuple[int, ...], dtype: DTypeLike, align: int = 0) -> pl.MemoryRef:
     """Returns shared memory in the layout that wgmma and TMA need.
 
     Args:
@@ -94,16 +105,15 @@ def full_like(array: Array, value: float) -> Array:
     return lax.full(array.shape, value, array.dtype)
 
 
-def load(ref: Any, layout: Any) -> Array:
+def load(ref: Ref, layout: Layout) -> Array:
     """Loads numbers as float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
-def store(ref: jax.Ref, value: Array) -> None:
+def store(ref: Ref, value: Array) -> None:
     """Stores a value whose size or layout does not allow an optimized store."""
     if hasattr(plgpu, "store"):
-        # jax annotates the parameter with classes of its own that `jax.Ref` is not one of.
-        plgpu.store(ref, value, optimized=False)  # pyrefly: ignore[bad-argument-type]
+        plgpu.store(ref, value, optimized=False)
     else:  # jax 0.11 has no optimized store
         ref[...] = value
 
@@ -114,11 +124,11 @@ def strip_at(page: int, tiling: Tiling, strip: Array | int) -> pl.Slice:
     return pl.ds(pl.multiple_of(start, tiling.vector), tiling.width)
 
 
-def strip_layout(tiling: Tiling) -> Any:
+def strip_layout(tiling: Tiling) -> Layout:
     """Returns the register layout of a strip in a warpgroup."""
     return plgpu.Layout.WG_STRIDED((tiling.width,), vec_size=tiling.vector)
 
 
-def load_strip(page: jax.Ref, place: pl.Slice, tiling: Tiling) -> Array:
+def load_strip(page: Ref, place: pl.Slice, tiling: Tiling) -> Array:
     """Loads a strip of a page, dtype[width]."""
     return plgpu.load(page.at[place], layout=strip_layout(tiling))

@@ -9,7 +9,7 @@ memory, so that nothing is copied under donation.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Task(NamedTuple):
 # Runs one item of a buffer: (item, the buffer's id lists, its references).
 Body = Callable[[Item, Sequence[jax.Ref], Sequence[jax.Ref]], None]
 # Launches kernels on references to the pages of the tasks' buffers.
-Launches = Callable[[Sequence[Task], Sequence[jax.Ref]], Any]
+Launches = Callable[[Sequence[Task], Sequence[jax.Ref]], None]
 
 
 def run_in_place(buffers: Sequence[PagedBuffer], ids: IdLists, launches: Launches) -> list[Array]:
@@ -99,7 +99,7 @@ def launch(
     body: Body,
     ids: IdLists,
     tasks: Sequence[Task],
-    refs: Sequence[Any],
+    refs: Sequence[jax.Ref | Array],
     out_type: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> Sequence[Array]:
     """Runs ``body(item, lists, refs)`` for every work item of every buffer, in one launch.

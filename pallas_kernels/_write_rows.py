@@ -5,10 +5,10 @@ A paged cache stores tokens this way: a row is what one token adds to one block.
 
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32, Shaped
 
 from pallas_kernels._arguments import PagedBuffer, as_array, as_ids
 from pallas_kernels._bitcast import as_integers, as_words, from_words
@@ -22,14 +22,14 @@ Rows = tuple[Array, Array, Array]  # block_ids, offsets, rows
 
 
 def write_rows(
-    pages: Any,
-    block_ids: Any,
-    offsets: Any,
-    rows: Any,
+    pages: Shaped[Array, "blocks page"],
+    block_ids: Int32[Array, " rows"],
+    offsets: Int32[Array, " rows"],
+    rows: Shaped[Array, "rows elements"],
     *,
     align: int = 1,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Shaped[Array, "blocks page"]:
     """Writes ``rows[i]`` to ``pages[block_ids[i], offsets[i] : offsets[i] + n]``.
 
     Example::
@@ -43,15 +43,15 @@ def write_rows(
     place if the pages are donated there.
 
     Args:
-      pages: dtype[N, page].
-      block_ids: int32[T], the page of each row. A row is ignored if its id is below 0 or at
-        least N, so lists can be padded with -1.
-      offsets: int32[T], the first element of each row within its page. A row is ignored if it
-        does not lie within the page, or if its offset is not a multiple of ``align``. Rows must
-        not overlap; the content of an overlap is unspecified.
-      rows: dtype[T, n], with the dtype of ``pages``.
-      align: a divisor of every offset, in elements. ``"mosaic_gpu"`` is fastest if ``align``, n
-        and the page are multiples of 16 bytes.
+      pages: any shape and dtype.
+      block_ids: the page of each row. A row is ignored if its id is below 0 or that of no page, so
+        lists can be padded with -1.
+      offsets: the first element of each row within its page. A row is ignored if it does not lie
+        within the page, or if its offset is not a multiple of ``align``. Rows must not overlap; the
+        content of an overlap is unspecified.
+      rows: in the dtype of ``pages``.
+      align: a divisor of every offset, in elements. ``"mosaic_gpu"`` is fastest if ``align``, a row
+        and a page are multiples of 16 bytes.
       implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for rows of 512 bytes or more
         of a dtype that it can store, if the program is compiled for a GPU that supports it; else
         XLA.

@@ -1,25 +1,32 @@
 """Zeroing of blocks of arrays, in place under donation."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32
 
-from pallas_kernels._arguments import IdLists, PagedBuffer, flatten_arguments, page_indices
+from pallas_kernels._arguments import (
+    IdLists,
+    Ids,
+    PagedBuffer,
+    Tree,
+    flatten_arguments,
+    page_indices,
+    unflatten_pages,
+)
 from pallas_kernels._bitcast import as_integers
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
 from pallas_kernels._in_place import write_extents
 
 
-def zero_blocks(
-    buffers: Any,
-    block_ids: Any,
+def zero_blocks[T](
+    buffers: T,
+    block_ids: Tree[Ids],
     *,
-    block_axis: Any = 0,
-    num_ids: Array | None = None,
+    block_axis: Tree[int] = 0,
+    num_ids: Int32[Array, ""] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> T:
     """Zeroes blocks of one array, or of every array in a tree, with one kernel launch.
 
     Example::
@@ -34,11 +41,11 @@ def zero_blocks(
 
     Args:
       buffers: an array or a tree of arrays; any shape, real numeric dtype.
-      block_ids: int32[K], the blocks to zero in every buffer; or a tree like ``buffers``
+      block_ids: the blocks to zero in every buffer; or a tree like ``buffers``
         with a list for each. An id may repeat. Ids below 0 and ids beyond a buffer's
         blocks are ignored, so lists can be padded with -1.
       block_axis: the axis that counts blocks; an int, or a tree of ints like ``buffers``.
-      num_ids: int32[], may be traced: only the first ``num_ids`` entries of every list count,
+      num_ids: may be traced: only the first ``num_ids`` entries of every list count,
         and ``"mosaic_gpu"`` does no work for the rest. It is clamped to 0 and to the length of a
         list. None: all entries count.
       implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for buffers whose dtype it
@@ -61,7 +68,7 @@ def zero_blocks(
         mosaic_gpu=_zero_mosaic,
         xla=_zero_xla,
     )
-    return arguments.rebuild(zeroed)
+    return unflatten_pages(buffers, zeroed)
 
 
 def _zero_mosaic(buffers: list[PagedBuffer], ids: IdLists) -> list[Array]:

@@ -125,29 +125,34 @@ def moving() -> Iterator[tuple[str, Any, Any]]:
     yield "write", write_all, (pages, IDS, [struct((4, 1024), dtype) for dtype in dtypes])
 
 
+def attend(queries: Any, pages: Any, *lists: Any, **fields: Any) -> Any:
+    requests, rule = kernels.RequestPages(*lists), kernels.AttentionRule(**fields)
+    return kernels.paged_attention(queries, pages, requests, rule)
+
+
 def attention() -> Iterator[tuple[str, Any, Any]]:
+    of_latents = functools.partial(attend, value_width=512)
     for name, dtype in (("", BF16), (", fp8", FP8), (", int8", jnp.int8)):
         pages, latents = struct((99, 16, 2, 256), dtype), struct((99, 16, 1, 576), dtype)
-        given = struct((4, 16, 128), BF16), pages, TABLES, IDS
-        yield f"decode{name}", kernels.paged_attention, given
+        yield f"decode{name}", attend, (struct((4, 16, 128), BF16), pages, TABLES, IDS)
         given = struct((256, 16, 128), BF16), pages, TABLES, IDS, STARTS
-        yield f"prompts{name}", kernels.paged_attention, given
-        attend = functools.partial(kernels.paged_attention, value_width=512)
-        given = struct((4, 16, 576), BF16), latents, TABLES, IDS
-        yield f"latents{name}", attend, given
-    packed = functools.partial(kernels.paged_attention, value_width=512, row_packing="fp8_ds_mla")
+        yield f"prompts{name}", attend, given
+        yield f"latents{name}", of_latents, (struct((4, 16, 576), BF16), latents, TABLES, IDS)
+    packed = functools.partial(attend, value_width=512, row_packing="fp8_ds_mla")
     given = struct((4, 16, 576), BF16), struct((99, 64, 1, 656), jnp.uint8), TABLES, IDS
     yield "latents, packed", packed, given
 
 
 def convolve(dtype: Any, inputs: Any, weights: Any, bias: Any, data: Any, *ids: Any) -> Any:
     pages = kernels.StatePages(data, dtype, (3, inputs.shape[1]), num_pages=8)
-    return kernels.causal_conv1d(inputs, kernels.Convolution(pages, weights, bias), *ids)
+    conv, requests = kernels.Convolution(pages, weights, bias), kernels.RequestStates(*ids)
+    return kernels.causal_conv1d(inputs, conv, requests)
 
 
 def delta(inputs: Any, decay: Any, beta: Any, data: Any, *ids: Any) -> Any:
     states = kernels.StatePages(data, F32, (4, 128, 128), num_pages=8)
-    return kernels.gated_delta_rule(inputs, decay, beta, states, *ids, num_key_heads=2)
+    requests = kernels.RequestStates(*ids)
+    return kernels.gated_delta_rule(inputs, decay, beta, states, requests, num_key_heads=2)
 
 
 def recurrences() -> Iterator[tuple[str, Any, Any]]:

@@ -52,7 +52,7 @@ OPTIONAL = {
 MAX_IMPORT_MS = 100
 INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "mesh", "persistent_jit"}
 OFFLOAD_WITH_JAX = {"host_blocks", "_chunk_copies"}
-REQUIRED = {"jax", "jaxlib", "numpy", "ml_dtypes"}  # jax brings the last
+REQUIRED = {"jax", "jaxlib", "jaxtyping", "numpy", "ml_dtypes"}  # jax brings the last
 
 
 SRC = "jaxkv._src."

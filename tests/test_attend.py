@@ -530,11 +530,11 @@ def test_without_keys_nothing_is_written_and_what_is_there_is_attended_to() -> N
 
 def test_what_a_call_and_a_shape_ask_for_reaches_the_kernel(monkeypatch) -> None:
     """Also a scale of 0, and what changes no output on a CPU."""
-    asked: list[dict[str, Any]] = []
+    asked: list[tuple[Any, Any]] = []
 
-    def kernel(queries, pages, tables, lens, starts, **options):
-        asked.append(options | {"starts": starts})
-        return jnp.zeros((*queries.shape[:-1], options["value_width"])), None
+    def kernel(queries, pages, requests, rule, **options):
+        asked.append((requests, rule))
+        return jnp.zeros((*queries.shape[:-1], rule.value_width)), None
 
     monkeypatch.setattr(_kernel, "paged_attention", kernel)
     plan, limits = plan_of(SETTINGS[0]), {"window": WINDOW, "window_latent": WINDOW}
@@ -547,17 +547,17 @@ def test_what_a_call_and_a_shape_ask_for_reaches_the_kernel(monkeypatch) -> None
             queries = jnp.ones((REQUESTS, 10, width))  # so many heads that nobody has traced it
             attend = lambda cache, batch, **of: jaxkv.attend(cache, layer, batch, queries, **of)  # noqa: B023, E731
             jax.eval_shape(functools.partial(attend, scale=scale, soft_cap=cap), *step)
-            options, one_each = asked.pop(), shape.max_query_len == 1
-            assert options["scale"] == (width**-0.5 if scale is None else scale)
-            assert options["soft_cap"] == cap and options["max_query_len"] == shape.max_query_len
-            assert options["reproducible"] == shape.reproducible
-            assert options["causal"] == (layer != "cross")
-            assert options["sliding_window"] == limits.get(layer)
-            assert options["chunk_size"] == (CHUNK if layer == "chunked" else None)
-            assert (options["first_positions"] is None) == (layer not in (*limits, "chunked"))
-            assert (options["starts"] is None) == one_each
+            (requests, rule), one_each = asked.pop(), shape.max_query_len == 1
+            assert rule.scale == (width**-0.5 if scale is None else scale)
+            assert rule.soft_cap == cap and requests.max_query_len == shape.max_query_len
+            assert rule.reproducible == shape.reproducible
+            assert rule.causal == (layer != "cross")
+            assert rule.sliding_window == limits.get(layer)
+            assert rule.chunk_size == (CHUNK if layer == "chunked" else None)
+            assert (requests.first_positions is None) == (layer not in (*limits, "chunked"))
+            assert (requests.query_start_loc is None) == one_each
             shares = shape.shared_prefixes and layer in ("full", "latent")
-            assert (options["shared_prefixes"] is None) != bool(shares and one_each), layer
+            assert (requests.shared_prefixes is None) != bool(shares and one_each), layer
 
 
 # --- what must not be seen ------------------------------------------------------------

@@ -4,12 +4,16 @@ from pallas_kernels._paged_attention.call import paged_attention as paged_attent
 from pallas_kernels._paged_attention.packed import PackedRow as PackedRow
 from pallas_kernels._paged_attention.packed import RowPacking as RowPacking
 from pallas_kernels._paged_attention.pages import StridedPages as StridedPages
-from pallas_kernels._paged_attention.tiles import Interleaving as Interleaving
-from pallas_kernels._paged_attention.tiles import SharedPrefixes as SharedPrefixes
+from pallas_kernels._paged_attention.requests import Interleaving as Interleaving
+from pallas_kernels._paged_attention.requests import RequestPages as RequestPages
+from pallas_kernels._paged_attention.requests import SharedPrefixes as SharedPrefixes
+from pallas_kernels._paged_attention.rule import AttentionRule as AttentionRule
 
 __all__ = [
+    "AttentionRule",
     "Interleaving",
     "PackedRow",
+    "RequestPages",
     "RowPacking",
     "SharedPrefixes",
     "StridedPages",

@@ -1,13 +1,12 @@
 """Checks of the arguments of `paged_attention`."""
 
 import math
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from pallas_kernels._arguments import (
     as_array,
@@ -19,14 +18,11 @@ from pallas_kernels._arguments import (
 )
 from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention.pages import StridedPages, check_pages
+from pallas_kernels._paged_attention.requests import Interleaving, RequestPages, SharedPrefixes
+from pallas_kernels._paged_attention.rule import AttentionRule, Config
 from pallas_kernels._paged_attention.shared import is_worth_sharing
 from pallas_kernels._paged_attention.tasks import STEP, split_steps
-from pallas_kernels._paged_attention.tiles import (
-    AttentionArrays,
-    AttentionRule,
-    Interleaving,
-    SharedPrefixes,
-)
+from pallas_kernels._paged_attention.tiles import AttentionArrays
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 PAGE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -34,48 +30,81 @@ INT32_MAX = 2**31 - 1
 
 
 def check_arguments(
-    queries: Any,
-    pages: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
+    queries: Array,
+    pages: Array | StridedPages,
+    requests: RequestPages,
+    rule: AttentionRule,
+    sinks: Array | None,
     *,
-    scale: float | None,
-    sliding_window: int | None,
-    chunk_size: int | None,
-    soft_cap: float | None,
-    sinks: Any,
-    key_scale: Any,
-    value_scale: Any,
-    key_width: int | None,
-    value_width: int | None,
-    row_packing: RowPacking | None,
-    causal: bool,
-    first_positions: Any,
-    interleaving: Interleaving | None,
-    reproducible: bool,
-    shared_prefixes: SharedPrefixes | None,
-    max_query_len: int | None,
-    out_dtype: DTypeLike | None,
-) -> tuple[AttentionRule, AttentionArrays]:
-    """Checks the arguments of a call, and returns its rule and its arrays.
+    key_scale: Array | float,
+    value_scale: Array | float,
+) -> tuple[Config, AttentionArrays]:
+    """Checks the arguments of a call, and returns its constants and its arrays.
 
     Raises:
       TypeError, ValueError: an argument that does not fit.
     """
-    check_type(bool, causal=causal, reproducible=reproducible)
-    if interleaving is not None:
-        _check_interleaving(interleaving)
-    key_width = _as_count("key_width", key_width)
-    value_width = _as_count("value_width", value_width)
+    check_type(RequestPages, requests=requests)
+    check_type(AttentionRule, rule=rule)
+    check_type(bool, causal=rule.causal, reproducible=rule.reproducible)
+    if requests.interleaving is not None:
+        _check_interleaving(requests.interleaving)
     queries, pages = as_array("queries", queries), check_pages(pages)
     as_dtype("queries", queries.dtype, QUERY_DTYPES)
-    _check_row_packing(row_packing, pages)
-    _check_widths(queries, pages, key_width, value_width, row_packing)
-    (num_tokens, heads, key_size), kv_heads = queries.shape, pages.kv_heads
-    block_tables = _as_int32("block_tables", block_tables, 2)
-    batch = block_tables.shape[0]
-    seq_lens = _as_int32("seq_lens", seq_lens, 1, batch)
+    _check_row_packing(rule.row_packing, pages)
+    _check_widths(queries, pages, _as_count("value_width", rule.value_width), rule.row_packing)
+    config = _configure(queries, pages, requests, rule)
+    _check_rule(config)
+    heads, kv_heads = queries.shape[1], config.kv_heads
+    arrays = AttentionArrays(
+        queries,
+        pages,
+        *_check_requests(requests, config, queries.shape[0]),
+        sinks=None if sinks is None else _as_float("sinks", sinks, (heads,)),
+        key_scale=_as_scale("key_scale", key_scale, kv_heads),
+        value_scale=_as_scale("value_scale", value_scale, kv_heads),
+        shared=_as_shared(config, requests.shared_prefixes, requests.query_start_loc),
+    )
+    return config, arrays
+
+
+def _configure(
+    queries: Array, pages: StridedPages, requests: RequestPages, rule: AttentionRule
+) -> Config:
+    """Returns a rule with its defaults filled in, and the shapes of a call."""
+    (num_tokens, heads, key_width), interleaving = queries.shape, requests.interleaving
+    scale, soft_cap = rule.scale, rule.soft_cap
+    width = _as_count("value_width", rule.value_width)
+    out_dtype = queries.dtype if rule.out_dtype is None else rule.out_dtype
+    return Config(
+        scale=key_width**-0.5 if scale is None else _positive("scale", scale),
+        soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
+        sliding_window=_as_count("sliding_window", rule.sliding_window),
+        chunk_size=_as_count("chunk_size", rule.chunk_size),
+        causal=rule.causal,
+        value_width=pages.width - key_width if width is None else width,
+        row_packing=rule.row_packing,
+        reproducible=rule.reproducible,
+        out_dtype=as_dtype("out_dtype", out_dtype, QUERY_DTYPES),
+        kv_heads=pages.kv_heads,
+        group=heads // pages.kv_heads,
+        key_width=key_width,
+        page_tokens=pages.tokens,
+        values_in_keys=rule.row_packing is not None or pages.width == key_width,
+        ranks=1 if interleaving is None else interleaving.ranks,
+        interleave_tokens=1 if interleaving is None else interleaving.interleave_tokens,
+        max_queries=_as_count("max_query_len", requests.max_query_len) or max(1, num_tokens),
+    )
+
+
+def _check_requests(
+    requests: RequestPages, config: Config, num_tokens: int
+) -> tuple[Array, Array, Array | None, Array, Array]:
+    """Checks the arrays of requests, and returns those from ``block_tables`` to ``rank``."""
+    block_tables = _as_int32("block_tables", requests.block_tables, 2)
+    batch, page_tokens = block_tables.shape[0], config.page_tokens
+    seq_lens = _as_int32("seq_lens", requests.seq_lens, 1, batch)
+    query_start_loc = requests.query_start_loc
     if query_start_loc is not None:
         query_start_loc = _as_int32("query_start_loc", query_start_loc, 1, batch + 1)
     elif num_tokens != batch:
@@ -83,60 +112,27 @@ def check_arguments(
             f"queries has {num_tokens} tokens for {batch} requests; pass query_start_loc, because "
             "without it each request has one query"
         )
-    if block_tables.shape[1] * pages.tokens > INT32_MAX:
+    if block_tables.shape[1] * page_tokens > INT32_MAX:
         raise ValueError(
-            f"block_tables has rows of {block_tables.shape[1]} pages of {pages.tokens} tokens, "
-            "more than int32 counts; pass fewer columns"
+            f"block_tables has rows of {block_tables.shape[1]} pages of {page_tokens} tokens, "
+            "more than int32 counts; pass fewer pages"
         )
-    rule = AttentionRule(
-        kv_heads=kv_heads,
-        group=heads // kv_heads if kv_heads else 0,
-        key_width=key_size,
-        value_width=pages.width - key_size if value_width is None else value_width,
-        page_tokens=pages.tokens,
-        scale=key_size**-0.5 if scale is None else _positive("scale", scale),
-        window=_as_count("sliding_window", sliding_window),
-        chunk=_as_count("chunk_size", chunk_size),
-        soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
-        causal=causal,
-        values_in_keys=row_packing is not None or pages.width == key_size,
-        row_packing=row_packing,
-        ranks=1 if interleaving is None else interleaving.ranks,
-        interleave_tokens=1 if interleaving is None else interleaving.interleave_tokens,
-        reproducible=reproducible,
-        max_queries=_as_count("max_query_len", max_query_len) or max(1, num_tokens),
-        out_dtype=as_dtype(
-            "out_dtype", queries.dtype if out_dtype is None else out_dtype, QUERY_DTYPES
-        ),
-    )
-    _check_rule(rule)
     chunk_offsets = jnp.zeros_like(seq_lens)
-    if first_positions is not None:
-        first_positions = _as_int32("first_positions", first_positions, 1, batch)
-        if reproducible:
-            block_tables, first_positions = _whole_splits(rule, block_tables, first_positions)
+    if requests.first_positions is not None:
+        first_positions = _as_int32("first_positions", requests.first_positions, 1, batch)
+        if config.reproducible:
+            block_tables, first_positions = _whole_splits(config, block_tables, first_positions)
         seq_lens = seq_lens - first_positions
-        chunk_offsets = first_positions % (rule.chunk or 1)
-    arrays = AttentionArrays(
-        queries,
-        pages,
-        block_tables,
-        jnp.maximum(seq_lens, 0),
-        query_start_loc,
-        chunk_offsets=chunk_offsets,
-        rank=jnp.asarray(0 if interleaving is None else interleaving.rank, jnp.int32),
-        sinks=None if sinks is None else _as_float("sinks", sinks, (heads,)),
-        key_scale=_as_scale("key_scale", key_scale, kv_heads),
-        value_scale=_as_scale("value_scale", value_scale, kv_heads),
-        shared=_as_shared(rule, shared_prefixes, query_start_loc),
-    )
-    return rule, arrays
+        chunk_offsets = first_positions % (config.chunk_size or 1)
+    rank = 0 if requests.interleaving is None else requests.interleaving.rank
+    seq_lens, rank = jnp.maximum(seq_lens, 0), jnp.asarray(rank, jnp.int32)
+    return block_tables, seq_lens, query_start_loc, chunk_offsets, rank
 
 
 def _as_shared(
-    rule: AttentionRule, shared: SharedPrefixes | None, query_start_loc: Array | None
+    config: Config, shared: SharedPrefixes | None, query_start_loc: Array | None
 ) -> SharedPrefixes | None:
-    """Checks beginnings that requests share; returns None if there is room for no group."""
+    """Checks beginnings that requests share; returns None if no group fits."""
     if shared is None:
         return None
     check_type(SharedPrefixes, shared_prefixes=shared)
@@ -146,33 +142,36 @@ def _as_shared(
     lens = _as_int32("shared_prefixes.lens", lens, 1, ends.shape[0])
     refused = {
         "query_start_loc": query_start_loc is not None,
-        "sliding_window": rule.window is not None,
-        "chunk_size": rule.chunk is not None,
-        "interleaving": rule.ranks > 1,
-        "causal=False": not rule.causal,
-        "reproducible": rule.reproducible,
+        "sliding_window": config.sliding_window is not None,
+        "chunk_size": config.chunk_size is not None,
+        "interleaving": config.ranks > 1,
+        "causal=False": not config.causal,
+        "reproducible": config.reproducible,
     }
     if any(refused.values()):
         named = " and ".join(name for name, given in refused.items() if given)
         raise ValueError(f"shared_prefixes does not go with {named}; leave out one or the other")
-    if not members.size or not ends.size or not is_worth_sharing(rule):
+    if not members.size or not ends.size or not is_worth_sharing(config):
         return None
     return SharedPrefixes(members, ends, lens)
 
 
 def _whole_splits(
-    rule: AttentionRule, block_tables: Array, first_positions: Array
+    config: Config, block_tables: Array, first_positions: Array
 ) -> tuple[Array, Array]:
-    """Returns tables that begin with a fixed segment: pages before the first one hold no keys."""
-    per_split = STEP * (split_steps(rule) or 1)
-    columns = math.lcm(rule.page_tokens, per_split) // rule.page_tokens
-    moved = (first_positions // rule.page_tokens) % columns
-    index = jnp.arange(block_tables.shape[1] + columns - 1, dtype=jnp.int32)[None] - moved[:, None]
+    """Returns tables that begin with a fixed split: pages before the first one hold no keys."""
+    per_split = STEP * (split_steps(config) or 1)
+    pages_per_split = math.lcm(config.page_tokens, per_split) // config.page_tokens
+    moved = (first_positions // config.page_tokens) % pages_per_split
+    index = (
+        jnp.arange(block_tables.shape[1] + pages_per_split - 1, dtype=jnp.int32)[None]
+        - moved[:, None]
+    )
     rows = jnp.arange(block_tables.shape[0], dtype=jnp.int32)[:, None]
     tables = block_tables.at[rows, index].get(
         mode="fill", fill_value=-1, wrap_negative_indices=False
     )
-    return tables, first_positions - moved * rule.page_tokens
+    return tables, first_positions - moved * config.page_tokens
 
 
 def _check_interleaving(given: Interleaving) -> None:
@@ -195,7 +194,6 @@ def _check_row_packing(row_packing: RowPacking | None, pages: StridedPages) -> N
 def _check_widths(
     queries: Array,
     pages: StridedPages,
-    key_width: int | None,
     value_width: int | None,
     row_packing: RowPacking | None,
 ) -> None:
@@ -208,8 +206,6 @@ def _check_widths(
         )
     if not pages.tokens:
         raise ValueError("pages has blocks of 0 tokens; wants at least 1")
-    if key_width is not None and key_width != key_size:
-        raise ValueError(f"key_width={key_width} must be the width of queries, {key_size}")
     if row_packing is not None:
         _check_packed_widths(key_size, row, value_width, row_packing)
         return
@@ -243,16 +239,16 @@ def _check_packed_widths(
         )
 
 
-def _check_rule(rule: AttentionRule) -> None:
-    limited = rule.window is not None or rule.chunk is not None
-    if limited and (rule.ranks > 1 or not rule.causal):
-        what = "interleaving" if rule.ranks > 1 else "causal=False"
+def _check_rule(config: Config) -> None:
+    limited = config.sliding_window is not None or config.chunk_size is not None
+    if limited and (config.ranks > 1 or not config.causal):
+        what = "interleaving" if config.ranks > 1 else "causal=False"
         raise ValueError(
             f"{what} does not go with sliding_window or chunk_size; pass one or the other"
         )
 
 
-def _as_int32(name: str, array: Any, ndim: int, length: int | None = None) -> Array:
+def _as_int32(name: str, array: Array, ndim: int, length: int | None = None) -> Array:
     """Returns ids or lengths as a `jax.Array`, after a check of their dtype."""
     dtype, shape = getattr(array, "dtype", type(array).__name__), jnp.shape(array)
     wanted = ["B", "W"][:ndim] if length is None else [str(length)]
@@ -263,12 +259,12 @@ def _as_int32(name: str, array: Any, ndim: int, length: int | None = None) -> Ar
     return jnp.asarray(array)
 
 
-def _as_scale(name: str, scale: Any, kv_heads: int) -> Array:
+def _as_scale(name: str, scale: Array | float, kv_heads: int) -> Array:
     shape = jnp.shape(scale)
     return jnp.broadcast_to(_as_float(name, scale, shape if shape == () else (kv_heads,)), kv_heads)
 
 
-def _as_float(name: str, array: Any, shape: tuple[int, ...]) -> Array:
+def _as_float(name: str, array: Array | float, shape: tuple[int, ...]) -> Array:
     given = as_array(name, array)
     if given.shape != shape:
         wanted = f"{list(shape)}" if name == "sinks" else f"a number or {list(shape)}"

@@ -5,19 +5,19 @@ Tiles that decoding has finished, because they are one segment, are left out.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from pallas_kernels._mosaic import call_unfused, store
+from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store
+from pallas_kernels._paged_attention.common import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
-from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import Link, Tile
-from pallas_kernels._paged_attention.tiles import AttentionRule
 
 ROWS = 8  # of the output that a thread block computes
 # Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all
@@ -40,7 +40,7 @@ class _Split(NamedTuple):
     together: int
 
     @classmethod
-    def of(cls, value_width: int, num_workers: int, num_tiles: int) -> Self:
+    def choose(cls, value_width: int, num_workers: int, num_tiles: int) -> Self:
         """Returns a division for tiles of about the same length."""
         splits = -(-num_workers // num_tiles) + 1
         warpgroups, width = 1, value_width
@@ -53,12 +53,12 @@ class _Split(NamedTuple):
 
 
 def combine(
-    rule: AttentionRule,
+    config: Config,
     tiles: Array,
-    splits: PartialSoftmax | None,
+    splits: PartialSoftmax[Array] | None,
     numbers: Array,
     outputs: Outputs,
-    linked: PartialSoftmax | None = None,
+    linked: PartialSoftmax[Array] | None = None,
     *,
     num_workers: int,
     finished: bool,
@@ -76,24 +76,24 @@ def combine(
     num_tiles, rows = tiles.shape[0], outputs.lse.shape[2]
     parts = [*(splits or ()), *(linked or ())]
     rows_of_values = parts[0].shape[2]
-    split = _Split.of(rule.value_width, num_workers, num_tiles)
-    if rule.reproducible:  # one warpgroup, to add up in order
-        width = min(rule.value_width, split.width)
+    split = _Split.choose(config.value_width, num_workers, num_tiles)
+    if config.reproducible:  # one warpgroup, to add up in order
+        width = min(config.value_width, split.width)
         split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
     warpgroups, width, _ = split
     call = plgpu.kernel(
         lambda *refs: _Combiner(
-            *(rule, split),
-            CombineOperands.of(*refs[:-1], has_own=splits is not None),
+            *(config, split),
+            CombineOperands.from_refs(*refs[:-1], has_own=splits is not None),
             refs[-1],
         ).run(finished),
         out_type=[],
-        grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
+        grid=(rows_of_values // width, rows // ROWS, config.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
         kernel_name="paged_attention_combine",
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=[_Scratch.of(split, outputs.out.dtype)],
+        scratch_types=[_Scratch.from_shape(split, outputs.out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     call_unfused(call, [tiles, numbers, *parts], outputs)
@@ -102,21 +102,21 @@ def combine(
 class CombineOperands(NamedTuple):
     """References to the arrays of a call, and to the log-sum-exp; segments may be None."""
 
-    tiles: jax.Ref
-    numbers: jax.Ref
-    splits: PartialSoftmax | None
-    linked: PartialSoftmax | None
-    out: jax.Ref
-    lse: jax.Ref
+    tiles: Ref
+    numbers: Ref
+    splits: PartialSoftmax[Ref] | None
+    linked: PartialSoftmax[Ref] | None
+    out: Ref
+    lse: Ref
 
     @classmethod
-    def of(cls, *refs: jax.Ref, has_own: bool = True) -> Self:
+    def from_refs(cls, *refs: Ref, has_own: bool = True) -> Self:
         tiles, numbers, *parts, out, lse = refs
         own, others = (parts[:3], parts[3:]) if has_own else ((), parts)
         splits, linked = [PartialSoftmax(*some) if some else None for some in (own, others)]
         return cls(tiles, numbers, splits, linked, out, lse)
 
-    def parts_of(self, tile: Tile, index: Array) -> Iterator[tuple[PartialSoftmax, Link]]:
+    def parts_of(self, tile: Tile, index: Array) -> Iterator[tuple[PartialSoftmax[Ref], Link]]:
         """Yields segments, and those that a tile takes a part in."""
         if self.splits is not None:
             yield self.splits, Link(tile.first_split, tile.num_splits, jnp.int32(0))
@@ -124,7 +124,7 @@ class CombineOperands(NamedTuple):
             yield self.linked, Link.load(self.tiles, index)
 
 
-class _Scratch(NamedTuple):
+class _Scratch[T](NamedTuple):
     """Shared memory and a barrier: their types, or references to them.
 
     staged: rows of the output.
@@ -132,20 +132,23 @@ class _Scratch(NamedTuple):
     arrived: barrier; all sums are there.
     """
 
-    staged: Any
-    parts: Any
-    arrived: Any
+    staged: T
+    parts: PartialSoftmax[T]
+    arrived: T
 
     @classmethod
-    def of(cls, split: _Split, dtype: Any) -> Self:
+    def from_shape(cls, split: _Split, dtype: DTypeLike) -> "_Scratch[Scratch]":
         """Returns the types for a kernel."""
         warpgroups, width, _ = split
-        of_rows = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
-        of_values = plgpu.SMEM((warpgroups, width, ROWS), jnp.float32)
+        several = warpgroups > 1
+        rows = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
+        values = plgpu.SMEM((warpgroups, width, ROWS), jnp.float32)
         return cls(
             staged=plgpu.SMEM((ROWS, width), dtype),
-            parts=PartialSoftmax(of_values, of_rows, of_rows) if warpgroups > 1 else None,
-            arrived=plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
+            parts=PartialSoftmax(values, rows, rows)
+            if several
+            else PartialSoftmax(None, None, None),
+            arrived=plgpu.Barrier(num_arrivals=warpgroups) if several else None,
         )
 
 
@@ -153,17 +156,17 @@ class _Combiner:
     """The code of one thread block."""
 
     def __init__(
-        self, rule: AttentionRule, split: _Split, operands: CombineOperands, scratch: _Scratch
+        self, config: Config, split: _Split, operands: CombineOperands, scratch: _Scratch[Ref]
     ) -> None:
-        self.rule, self.operands, self.smem = rule, operands, scratch
+        self.config, self.operands, self.smem = config, operands, scratch
         self.warpgroups, self.width, self.together = split
         self.warpgroup = lax.axis_index("warpgroup")
         self.head, self.index = lax.axis_index("head"), lax.axis_index("tile")
         part, row = lax.axis_index("part"), lax.axis_index("row")
         self.values, self.rows = pl.ds(part * self.width, self.width), pl.ds(row * ROWS, ROWS)
         self.columns = self.values
-        if rule.value_width % WIDTH_OF_MANY:  # the last window ends with the value
-            last = rule.value_width - self.width
+        if config.value_width % WIDTH_OF_MANY:  # the last window ends with the value
+            last = config.value_width - self.width
             self.columns = pl.ds(lax.min(part * self.width, last), self.width)
         self.first_row = row * ROWS
         # Known beforehand where there is only one, for less code.
@@ -183,7 +186,7 @@ class _Combiner:
         value_scale = numbers[VALUE_SCALE]
         sinks = self._load_rows(numbers, pl.ds(SINKS + self.first_row, ROWS))
 
-        @pl.when(is_left & (tile.count * self.rule.group > self.first_row))
+        @pl.when(is_left & (tile.count * self.config.group > self.first_row))
         def _() -> None:
             summed = self._sum(tile)
             if self.warpgroups > 1:
@@ -200,7 +203,7 @@ class _Combiner:
 
         pl.when(self.is_first_warpgroup)(lambda: self._clear_padding(tile.used_tokens))
 
-    def _sum(self, tile: Tile) -> PartialSoftmax:
+    def _sum(self, tile: Tile) -> PartialSoftmax[Array]:
         """Returns the sum of this warpgroup's share of the segments of the tile."""
         zeros = jnp.zeros((self.width, ROWS), jnp.float32)
         start = PartialSoftmax(
@@ -213,25 +216,27 @@ class _Combiner:
             start = self._add(start, splits, link)
         return start
 
-    def _add(self, running: PartialSoftmax, splits: PartialSoftmax, link: Link) -> PartialSoftmax:
+    def _add(
+        self, running: PartialSoftmax[Array], splits: PartialSoftmax[Ref], link: Link
+    ) -> PartialSoftmax[Array]:
         """Adds this warpgroup's share of some segments."""
 
-        def add(i: Array, running: PartialSoftmax) -> PartialSoftmax:
+        def add(i: Array, running: PartialSoftmax[Array]) -> PartialSoftmax[Array]:
             first = (i * self.warpgroups + self.warpgroup) * self.together
             parts = [self._load(splits, link, first + j) for j in range(self.together)]
-            return add_up([running, *parts], in_order=self.rule.reproducible)
+            return add_up([running, *parts], in_order=self.config.reproducible)
 
         each_round = self.warpgroups * self.together
         rounds = lax.div(link.num_splits + (each_round - 1), each_round)
         return lax.fori_loop(0, rounds, add, running)
 
-    def _hand_over(self, summed: PartialSoftmax) -> None:
+    def _hand_over(self, summed: PartialSoftmax[Array]) -> None:
         """Passes the sum of this warpgroup to the first one."""
         for ref, value in zip(self.smem.parts, summed, strict=True):
             store(ref.at[self.warpgroup], value)
         plgpu.barrier_arrive(self.smem.arrived)
 
-    def _sum_of_all(self) -> PartialSoftmax:
+    def _sum_of_all(self) -> PartialSoftmax[Array]:
         """Waits for the sums of all warpgroups, and returns their sum."""
         plgpu.barrier_wait(self.smem.arrived)
         layouts = PartialSoftmax(plgpu.Layout.WGMMA, COLUMNS, COLUMNS)
@@ -254,7 +259,7 @@ class _Combiner:
         self._write_rows(tile.token, tile.count, tile.skip)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _load(self, splits: PartialSoftmax, link: Link, index: Array) -> PartialSoftmax:
+    def _load(self, splits: PartialSoftmax[Ref], link: Link, index: Array) -> PartialSoftmax[Array]:
         """Loads one of the segments; past the last one, an empty segment."""
         number = link.first_split + lax.min(index, link.num_splits - 1)
         penalty = lax.select(index < link.num_splits, jnp.float32(0), jnp.float32(-jnp.inf))
@@ -265,12 +270,12 @@ class _Combiner:
         total = self._load_rows(splits.total.at[number, self.head], rows)
         return PartialSoftmax(out, highest + penalty, total)
 
-    def _load_rows(self, ref: Any, rows: Any) -> Array:
+    def _load_rows(self, ref: Ref, rows: pl.Slice) -> Array:
         return plgpu.load(ref.at[rows], optimized=False)
 
     def _write_rows(self, first_token: Array, count: Array | int, skip: Array | int = 0) -> None:
         """Writes the staged rows of tokens ``skip`` to ``count - 1`` to their tokens and heads."""
-        group, together = self.rule.group, math.gcd(self.rule.group, ROWS)
+        group, together = self.config.group, math.gcd(self.config.group, ROWS)
         begin = lax.max(skip * group - self.first_row, 0)
 
         @pl.loop(begin, lax.min(count * group - self.first_row, ROWS), step=together)

@@ -10,7 +10,7 @@ another kernel.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import call_unfused, store
-from pallas_kernels._paged_attention import pieces
+from pallas_kernels._mosaic import Ref, call_unfused, store
+from pallas_kernels._paged_attention import common
+from pallas_kernels._paged_attention.common import PartialSoftmax
 from pallas_kernels._paged_attention.decode_block import (
     COLUMNS,
     SCALE,
@@ -33,7 +34,6 @@ from pallas_kernels._paged_attention.decode_block import (
 )
 from pallas_kernels._paged_attention.decode_steps import DecodeSteps, RunningSoftmax, Step
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import PartialSoftmax
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile, Worker, split_steps
 
 
@@ -45,7 +45,7 @@ def decode(
     pages: StridedPages,
     numbers: Array,
     outputs: Outputs | None = None,
-) -> PartialSoftmax:
+) -> PartialSoftmax[Array]:
     """Attends from all tiles, and returns the partial softmax of each segment.
 
     Args:
@@ -61,23 +61,26 @@ def decode(
       ``total`` float32[S, kv_heads, rows]; undefined where S counts more segments
       than there are.
     """
-    rule, rows = shape.rule, shape.rows
-    results = (tasks.num_splits, rule.kv_heads, rows)
+    config, rows = shape.config, shape.rows
+    results = (tasks.num_splits, config.kv_heads, rows)
     call = plgpu.kernel(
         lambda *refs: _Decoder(
-            shape, DecodeOperands.of(*refs[:-1], finishes=outputs is not None), refs[-1]
+            shape, DecodeOperands.from_refs(*refs[:-1], finishes=outputs is not None), refs[-1]
         ).run(),
         out_type=[
             jax.ShapeDtypeStruct(
-                (*results[:2], sum(width for _, width in rule.windows), results[2]), jnp.float32
+                (*results[:2], sum(width for _, width in config.value_parts), results[2]),
+                jnp.float32,
             ),
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ],
-        grid=(rule.kv_heads, shape.num_workers),
+        grid=(config.kv_heads, shape.num_workers),
         grid_names=("head", "worker"),
         kernel_name="paged_attention_decode",
-        scratch_types=[DecodeScratch.of(shape, None if outputs is None else rule.out_dtype)],
+        scratch_types=[
+            DecodeScratch.from_shape(shape, None if outputs is None else config.out_dtype)
+        ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     first_row = pages.first_row().reshape(1)
@@ -146,7 +149,7 @@ class _Decoder(DecodeSteps):
         self, part: _Part, step: Callable[[Array, _Carry], _Carry], holes: Array
     ) -> None:
         """Takes the steps of a part, and stores the results of its segments."""
-        fixed, start = split_steps(self.rule), (self._start(), holes)
+        fixed, start = split_steps(self.config), (self._start(), holes)
         if fixed is None:
             running, _ = lax.fori_loop(0, part.num_steps, step, start)
             self._close(part, running)
@@ -181,7 +184,7 @@ class _Decoder(DecodeSteps):
         numbers, rows = self.operands.numbers, pl.ds(SINKS, self.shape.rows)
         sinks = plgpu.load(numbers.at[self.head, rows], layout=COLUMNS, optimized=False)
         total, scale = running.total.sum(axis=0), numbers[self.head, VALUE_SCALE]
-        weight, lse = pieces.normalize(running.highest, total, sinks, scale)
+        weight, lse = common.normalize(running.highest, total, sinks, scale)
         store(outputs.lse.at[part.index, self.head], lse)
         for first_row in range(0, self.shape.rows, self.shape.staged):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
@@ -192,13 +195,13 @@ class _Decoder(DecodeSteps):
             plgpu.commit_smem()
             self._write_rows(part.index, outputs.out, first_row)
 
-    def _write_rows(self, index: Array, out: Any, first_row: int) -> None:
+    def _write_rows(self, index: Array, out: Ref, first_row: int) -> None:
         """Writes the staged rows that are queries of a tile to their tokens and heads."""
-        group, staged, tiles = self.rule.group, self.shape.staged, self.operands.tiles
+        group, staged, tiles = self.config.group, self.shape.staged, self.operands.tiles
         # Loaded again, to have more registers before.
         first_token, count = [Tile.load_one(tiles, index, field) for field in ("token", "count")]
         # Copies of 8 rows are in tiles 64 wide, into which some outputs do not divide.
-        most = staged if self.rule.value_width % 64 == 0 else 4
+        most = staged if self.config.value_width % 64 == 0 else 4
         together = math.gcd(group, staged, most)
 
         @pl.loop(0, lax.min(count * group - first_row, staged), step=together)
@@ -206,7 +209,9 @@ class _Decoder(DecodeSteps):
             token, head = lax.div(first_row + row, group), lax.rem(first_row + row, group)
             place = first_token + token, pl.ds(self.head * group + head, together)
             rows = pl.ds(row, together)
-            for (first, width), source in zip(self.rule.windows, self.smem.staged, strict=True):
+            for (first, width), source in zip(
+                self.config.value_parts, self.smem.staged, strict=True
+            ):
                 plgpu.copy_smem_to_gmem(source.at[rows], out.at[(*place, pl.ds(first, width))])
 
     def _store(self, number: Array, running: RunningSoftmax) -> None:

@@ -1,17 +1,17 @@
 """A thread block that decodes: its constants, its operands and its shared memory."""
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import tiled
-from pallas_kernels._paged_attention.pieces import PartialSoftmax, Steps
+from pallas_kernels._mosaic import Ref, Scratch, tiled
+from pallas_kernels._paged_attention.common import PartialSoftmax, Steps
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import STEP
-from pallas_kernels._paged_attention.tiles import AttentionRule
 
 SMEM_PER_SM = 227 * 1024
 LOOKAHEAD_BYTES = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
@@ -28,7 +28,7 @@ class DecodeShape(NamedTuple):
     compute: 16-bit dtype of the products.
     """
 
-    rule: AttentionRule
+    config: Config
     steps: Steps
     rows: int
     page: jnp.dtype
@@ -51,21 +51,21 @@ class DecodeShape(NamedTuple):
     @property
     def thread_blocks_per_sm(self) -> int:
         """Returns the thread blocks that fit on an SM and load `LOOKAHEAD_BYTES` at most."""
-        rule = self.rule
-        lookahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
-        used = lookahead + self.rows * (rule.key_width + STEP) * 2 + 4096
+        config = self.config
+        lookahead = STAGES * STEP * (config.key_width + config.value_width) * self.page.itemsize
+        used = lookahead + self.rows * (config.key_width + STEP) * 2 + 4096
         if self.widens:
-            used += STEP * rule.value_width * 2
+            used += STEP * config.value_width * 2
         else:
-            used += self.staged * (rule.value_width + STEP) * rule.out_dtype.itemsize
-        has_room = self.rows <= 16 and (self.widens or rule.value_width <= 64)
+            used += self.staged * (config.value_width + STEP) * config.out_dtype.itemsize
+        has_room = self.rows <= 16 and (self.widens or config.value_width <= 64)
         by_registers = 4 if self.is_small and not self.widens else 3 if has_room else 2
         return max(1, min(by_registers, SMEM_PER_SM // used, LOOKAHEAD_BYTES // lookahead))
 
     @property
     def num_workers(self) -> int:
         blocks = _capability.max_thread_blocks(self.thread_blocks_per_sm)
-        return max(1, blocks // self.rule.kv_heads)
+        return max(1, blocks // self.config.kv_heads)
 
 
 class Outputs(NamedTuple):
@@ -74,25 +74,25 @@ class Outputs(NamedTuple):
     lse: float32[N, kv_heads, rows], of prefill float32[N, heads, 2, 64]; undefined for empty tiles.
     """
 
-    out: Any
-    lse: Any
+    out: Ref
+    lse: Ref
 
 
 class DecodeOperands(NamedTuple):
     """References to the arrays of a call, and to the results of segments."""
 
-    tiles: jax.Ref
-    workers: jax.Ref
-    tables: jax.Ref
-    queries: jax.Ref
-    numbers: jax.Ref
-    first_row: jax.Ref
-    pages: jax.Ref
+    tiles: Ref
+    workers: Ref
+    tables: Ref
+    queries: Ref
+    numbers: Ref
+    first_row: Ref
+    pages: Ref
     outputs: Outputs | None
-    splits: PartialSoftmax
+    splits: PartialSoftmax[Ref]
 
     @classmethod
-    def of(cls, *refs: jax.Ref, finishes: bool) -> Self:
+    def from_refs(cls, *refs: Ref, finishes: bool) -> Self:
         tiles, workers, tables, queries, numbers, first_row, pages, *outputs, out, high, total = (
             refs
         )
@@ -101,7 +101,7 @@ class DecodeOperands(NamedTuple):
         return cls(*arrays, written, PartialSoftmax(out, high, total))
 
 
-class DecodeScratch(NamedTuple):
+class DecodeScratch[T](NamedTuple):
     """Shared memory and barriers: their types, or references to them.
 
     loaded: stages of steps, each key followed by its value.
@@ -112,32 +112,32 @@ class DecodeScratch(NamedTuple):
     widened_keys: 8-bit keys in 16 bits, for interpret mode; None on a GPU.
     """
 
-    loaded: Any
-    query: Any
-    weights: Any
-    staged: Any
-    loaded_full: Any
-    query_full: Any
-    widened: Any
-    widened_keys: Any
+    loaded: T
+    query: T
+    weights: T
+    staged: list[T]
+    loaded_full: T
+    query_full: T
+    widened: T
+    widened_keys: T
 
     @classmethod
-    def of(cls, shape: DecodeShape, out: Any) -> Self:
+    def from_shape(cls, shape: DecodeShape, out: DTypeLike | None) -> "DecodeScratch[Scratch]":
         """Returns the types for a kernel that finishes tiles in dtype ``out``, or None."""
-        rule = shape.rule
-        align = math.gcd(rule.key_width, rule.value_width)
+        config = shape.config
+        align = math.gcd(config.key_width, config.value_width)
         widened = widened_keys = None
         if shape.widens:
-            widened = tiled((STEP, rule.value_width), shape.compute)
+            widened = tiled((STEP, config.value_width), shape.compute)
             if not _mosaic.OPERANDS_IN_REGISTERS:
-                widened_keys = tiled((STEP, rule.key_width), shape.compute)
+                widened_keys = tiled((STEP, config.key_width), shape.compute)
         return cls(
-            loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
-            query=tiled((shape.rows, rule.key_width), shape.compute, align),
+            loaded=tiled((STAGES, STEP, config.key_width + config.value_width), shape.page, align),
+            query=tiled((shape.rows, config.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
                 plgpu.SMEM((shape.staged, width), out)
-                for _, width in rule.windows
+                for _, width in config.value_parts
                 if out is not None
             ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),

@@ -2,7 +2,8 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule
+from pallas_kernels._paged_attention.rule import Config
+from pallas_kernels._paged_attention.tiles import AttentionArrays
 
 MIN_WIDTH, MAX_WIDTH = 64, 256  # of keys and of values
 WIDTHS, WIDTHS_IN_8_BITS = 16, 64  # widths are multiples of these
@@ -13,57 +14,59 @@ MAX_LATENT_KEY, MAX_LATENT_VALUE, MAX_LATENT_GROUP = 576, 512, 128
 INT32_MAX = 2**31 - 1
 
 
-def why_not_paged_attention(arrays: AttentionArrays, rule: AttentionRule) -> str | None:
+def why_not_paged_attention(arrays: AttentionArrays, config: Config) -> str | None:
     """Returns why the Mosaic kernels do not support a call, or None if they do."""
     queries, pages = arrays.queries.dtype, jnp.dtype(arrays.pages.dtype)
     if queries.itemsize != 2:
         return f"queries are {queries}, and the kernels take bfloat16 and float16"
     if pages.itemsize != 1 and pages != queries:
         return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
-    if rule.row_packing is not None and queries != jnp.bfloat16:
+    if config.row_packing is not None and queries != jnp.bfloat16:
         return f"queries are {queries}, and the kernel of packed rows takes bfloat16"
-    return _why_not_shape(rule, pages.itemsize) or _why_not_place(arrays)
+    return _why_not_shape(config, pages.itemsize) or _why_not_place(arrays)
 
 
-def _why_not_shape(rule: AttentionRule, page_bytes: int) -> str | None:
-    if rule.page_tokens % GRANULE:
-        return f"pages have {rule.page_tokens} tokens, and the kernels take multiples of {GRANULE}"
-    if rule.values_in_keys:
-        return _why_not_latents(rule)
-    unit = WIDTHS if page_bytes > 1 else WIDTHS_IN_8_BITS
-    if rule.key_width % unit or rule.value_width % unit:
+def _why_not_shape(config: Config, page_bytes: int) -> str | None:
+    if config.page_tokens % GRANULE:
         return (
-            f"keys are {rule.key_width} wide and values {rule.value_width}, and the kernels take "
-            f"multiples of {unit} in pages of {8 * page_bytes} bits"
+            f"pages have {config.page_tokens} tokens, and the kernels take multiples of {GRANULE}"
         )
-    widths = rule.key_width, rule.value_width
+    if config.values_in_keys:
+        return _why_not_latents(config)
+    unit = WIDTHS if page_bytes > 1 else WIDTHS_IN_8_BITS
+    if config.key_width % unit or config.value_width % unit:
+        return (
+            f"keys are {config.key_width} wide and values {config.value_width}, and the kernels "
+            f"take multiples of {unit} in pages of {8 * page_bytes} bits"
+        )
+    widths = config.key_width, config.value_width
     if not MIN_WIDTH <= min(widths) <= max(widths) <= MAX_WIDTH:
         return (
-            f"keys are {rule.key_width} wide and values {rule.value_width}, and the kernels take "
-            f"widths from {MIN_WIDTH} to {MAX_WIDTH}"
+            f"keys are {config.key_width} wide and values {config.value_width}, and the kernels "
+            f"take widths from {MIN_WIDTH} to {MAX_WIDTH}"
         )
-    if rule.group > MAX_GROUP:
-        return f"a KV head has {rule.group} query heads, and the kernels take at most {MAX_GROUP}"
+    if config.group > MAX_GROUP:
+        return f"a KV head has {config.group} query heads, and the kernels take at most {MAX_GROUP}"
     return None
 
 
-def _why_not_latents(rule: AttentionRule) -> str | None:
-    if rule.kv_heads != 1:
-        return f"latent rows have {rule.kv_heads} KV heads, and the kernel takes one"
-    key, value = rule.key_width, rule.value_width
+def _why_not_latents(config: Config) -> str | None:
+    if config.kv_heads != 1:
+        return f"latent rows have {config.kv_heads} KV heads, and the kernel takes one"
+    key, value = config.key_width, config.value_width
     if key % 64 or value % 128 or key > MAX_LATENT_KEY or value > MAX_LATENT_VALUE:
         return (
             f"latent rows are {key} wide and their values {value}, and the kernel takes multiples "
             f"of 64 up to {MAX_LATENT_KEY} and of 128 up to {MAX_LATENT_VALUE}"
         )
-    if rule.row_packing is not None and (key, value) != (MAX_LATENT_KEY, MAX_LATENT_VALUE):
+    if config.row_packing is not None and (key, value) != (MAX_LATENT_KEY, MAX_LATENT_VALUE):
         return (
             f"packed rows are {key} wide and their values {value}, and the kernel takes "
             f"{MAX_LATENT_KEY} and {MAX_LATENT_VALUE}"
         )
-    if rule.group > MAX_LATENT_GROUP:
+    if config.group > MAX_LATENT_GROUP:
         return (
-            f"latent rows have {rule.group} query heads, and the kernel takes at most "
+            f"latent rows have {config.group} query heads, and the kernel takes at most "
             f"{MAX_LATENT_GROUP}"
         )
     return None

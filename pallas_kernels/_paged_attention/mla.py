@@ -19,7 +19,9 @@ from pallas_kernels._paged_attention.mosaic import (
 )
 from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.prefill_tasks import has_holes
+from pallas_kernels._paged_attention.requests import SharedPrefixes
 from pallas_kernels._paged_attention.rounds import in_rounds
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import (
     SharedSplits,
     own_tiles,
@@ -29,10 +31,8 @@ from pallas_kernels._paged_attention.shared import (
 from pallas_kernels._paged_attention.tasks import STEP, FixedSplits, TaskMap, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
-    AttentionRule,
     Cut,
     QueryTiles,
-    SharedPrefixes,
     cut_queries,
     one_query_each,
 )
@@ -40,48 +40,48 @@ from pallas_kernels._paged_attention.tiles import (
 MAX_QUERIES = 8  # of a tile
 
 
-def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
+def attend_latents(arrays: AttentionArrays, config: Config) -> tuple[Array, Array]:
     """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp."""
     num_tokens, heads, _ = arrays.queries.shape
-    out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
+    out = jax.new_ref(jnp.empty((num_tokens, heads, config.value_width), config.out_dtype))
     if arrays.shared is not None:
-        tiles, common = _attend_shared(arrays, rule, arrays.shared)
+        tiles, common = _attend_shared(arrays, config, arrays.shared)
     elif arrays.query_start_loc is None:
-        tiles, common = one_query_each(arrays, rule), None
+        tiles, common = one_query_each(arrays, config), None
     else:
-        tiles, common = cut_queries(arrays, rule, Cut(_tile_size(arrays, rule))), None
-    fixed = FixedSplits.of(rule, arrays.block_tables.shape[1])
-    filled = tiles.size * rule.group  # rows past the queries of a tile hold nothing
-    shape = _shape(arrays, rule, filled)
+        tiles, common = cut_queries(arrays, config, Cut(_tile_size(arrays, config))), None
+    fixed = FixedSplits.from_config(config, arrays.block_tables.shape[1])
+    filled = tiles.size * config.group  # rows past the queries of a tile hold nothing
+    shape = _shape(arrays, config, filled)
     numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
         tasks, splits = _decode(arrays, shape, tiles, queries, numbers, fixed)
         tasks = tasks if common is None else common.join(tasks)
-        return combine_latents(rule, tasks, splits, numbers[:, : SINKS + filled], out, common)
+        return combine_latents(config, tasks, splits, numbers[:, : SINKS + filled], out, common)
 
-    lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
-    return written(out), lse_of_tokens(lse, tiles, rule)
+    lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), config, fixed)
+    return written(out), lse_of_tokens(lse, tiles, config)
 
 
 def _attend_shared(
-    arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
+    arrays: AttentionArrays, config: Config, shared: SharedPrefixes
 ) -> tuple[QueryTiles, SharedSplits]:
     """Attends to what requests share; returns the tiles of the rest, and the segments."""
-    parts = tile_shared(arrays, rule, shared)
-    shape = _shape(arrays, rule._replace(causal=False), parts.tiles.size * row_stride(rule))
-    queries = shared_queries(arrays.queries, parts, rule, shape.rows).astype(shape.compute)
+    parts = tile_shared(arrays, config, shared)
+    shape = _shape(arrays, config.replace(causal=False), parts.tiles.size * row_stride(config))
+    queries = shared_queries(arrays.queries, parts, config, shape.rows).astype(shape.compute)
     queries = jnp.swapaxes(queries, 1, 2)
     numbers = tile_numbers(arrays, shape)
     tasks, splits = _decode(arrays, shape, parts.tiles, queries, numbers, None)
     tile = Tile(*tasks.tiles.T)
     spans = jnp.stack([tile.first_split, tile.num_splits], axis=1)
-    return own_tiles(arrays, rule, parts), SharedSplits.of(rule, parts, spans, splits)
+    return own_tiles(arrays, config, parts), SharedSplits.from_tiles(config, parts, spans, splits)
 
 
-def _shape(arrays: AttentionArrays, rule: AttentionRule, rows: int) -> DecodeShape:
+def _shape(arrays: AttentionArrays, config: Config, rows: int) -> DecodeShape:
     page, compute = page_and_compute_dtype(arrays)
-    return DecodeShape(rule, step_sizes(arrays, STEP), -(-rows // ROWS) * ROWS, page, compute)
+    return DecodeShape(config, step_sizes(arrays, STEP), -(-rows // ROWS) * ROWS, page, compute)
 
 
 def _decode(
@@ -91,30 +91,30 @@ def _decode(
     queries: Array,
     numbers: Array,
     fixed: FixedSplits | None,
-) -> tuple[TaskMap, PartialSoftmax]:
+) -> tuple[TaskMap, PartialSoftmax[Array]]:
     """Attends from tiles; returns their tasks, and the softmax of each segment."""
     tasks = share_out(tiles, num_workers(shape), used_tokens(arrays), fixed)
-    full, tables = _full_steps(arrays, shape.rule, tiles), arrays.block_tables
+    full, tables = _full_steps(arrays, shape.config, tiles), arrays.block_tables
     return tasks, decode_latents(shape, tasks, full, tables, queries, arrays.pages, numbers)
 
 
-def _tile_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
+def _tile_size(arrays: AttentionArrays, config: Config) -> int:
     """Returns the queries of a tile: as many as a request has on average, or as fill its rows."""
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
     usual = 1 << (per_request - 1).bit_length()
-    return min(MAX_QUERIES, max(usual, ROWS // rule.group))
+    return min(MAX_QUERIES, max(usual, ROWS // config.group))
 
 
-def _full_steps(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
+def _full_steps(arrays: AttentionArrays, config: Config, tiles: QueryTiles) -> Array:
     """Returns int32[N]: below this step all queries of a tile see all keys, none in a hole.
 
     With and without masks, scores differ in their last bits, and the other queries of a tile decide
     which steps have masks: for reproducible bits, all have.
     """
-    if rule.window is not None or rule.chunk is not None or rule.reproducible:
+    if config.sliding_window is not None or config.chunk_size is not None or config.reproducible:
         return jnp.zeros_like(tiles.positions)
     seen_by_all = tiles.ends
-    if rule.causal:
-        seen_by_all = rule.allocated_before(tiles.positions + 1, arrays.rank)
+    if config.causal:
+        seen_by_all = config.allocated_before(tiles.positions + 1, arrays.rank)
         seen_by_all = jnp.clip(seen_by_all, 0, tiles.ends)
-    return jnp.where(has_holes(arrays, rule, tiles), 0, seen_by_all // STEP)
+    return jnp.where(has_holes(arrays, config, tiles), 0, seen_by_all // STEP)

@@ -1,7 +1,6 @@
 """The Mosaic GPU kernel that combines the segments of latent attention into the output."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import call_unfused
+from pallas_kernels._mosaic import Ref, call_unfused
 from pallas_kernels._paged_attention.combine import CombineOperands
+from pallas_kernels._paged_attention.common import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.decode_block import SINKS, VALUE_SCALE
-from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import SharedSplits
 from pallas_kernels._paged_attention.tasks import Link, TaskMap, Tile
-from pallas_kernels._paged_attention.tiles import AttentionRule
 
 # Splits that are loaded at once, because each load waits long for memory.
 FEW, MANY, MANY_PER_TILE = 2, 8, 4
@@ -24,11 +23,11 @@ ROWS = 2  # most rows that a thread block combines, so that more loads overlap
 
 
 def combine_latents(
-    rule: AttentionRule,
+    config: Config,
     tasks: TaskMap,
-    splits: PartialSoftmax,
+    splits: PartialSoftmax[Array],
     numbers: Array,
-    out: Any,
+    out: Ref,
     shared: SharedSplits | None = None,
 ) -> Array:
     """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
@@ -44,7 +43,9 @@ def combine_latents(
     rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.workers.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, together, rows_each, CombineOperands.of(*refs)).run(),
+        lambda *refs: _Combiner(
+            config, together, rows_each, CombineOperands.from_refs(*refs)
+        ).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
         grid=(rows // rows_each, num_tiles),
         grid_names=("rows", "tile"),
@@ -61,14 +62,12 @@ def combine_latents(
 class _Combiner:
     """The code of one thread block."""
 
-    def __init__(
-        self, rule: AttentionRule, together: int, rows: int, operands: CombineOperands
-    ) -> None:
-        self.rule, self.together, self.operands = rule, together, operands
+    def __init__(self, config: Config, together: int, rows: int, operands: CombineOperands) -> None:
+        self.config, self.together, self.operands = config, together, operands
         first, self.index = lax.axis_index("rows") * rows, lax.axis_index("tile")
         self.rows = [first + row for row in range(rows)]
-        vector = math.gcd(4, rule.value_width // WORKERS)
-        self.layout = plgpu.Layout.WG_STRIDED((rule.value_width,), vec_size=vector)
+        vector = math.gcd(4, config.value_width // WORKERS)
+        self.layout = plgpu.Layout.WG_STRIDED((config.value_width,), vec_size=vector)
 
     def run(self) -> None:
         tile = Tile.load(self.operands.tiles, self.index)
@@ -76,7 +75,7 @@ class _Combiner:
         value_scale = self.operands.numbers[0, VALUE_SCALE]
         sinks = [self.operands.numbers[0, SINKS + row] for row in self.rows]
 
-        @pl.when(lax.div(self.rows[0], self.rule.group) < tile.count)
+        @pl.when(lax.div(self.rows[0], self.config.group) < tile.count)
         def _() -> None:
             for row, sink, summed in zip(self.rows, sinks, self._sums(tile), strict=True):
                 weight, lse = normalize(*summed[1:], sink, value_scale)
@@ -85,9 +84,9 @@ class _Combiner:
 
         self._clear_padding(tile.used_tokens)
 
-    def _sums(self, tile: Tile) -> list[PartialSoftmax]:
+    def _sums(self, tile: Tile) -> list[PartialSoftmax[Array]]:
         """Adds up the segments of the tile, for each row."""
-        zeros = jnp.zeros((self.rule.value_width,), jnp.float32)
+        zeros = jnp.zeros((self.config.value_width,), jnp.float32)
         start = PartialSoftmax(
             plgpu.layout_cast(zeros, self.layout), jnp.float32(-jnp.inf), jnp.float32(0)
         )
@@ -98,16 +97,16 @@ class _Combiner:
         return sums
 
     def _add(
-        self, running: list[PartialSoftmax], splits: PartialSoftmax, link: Link
-    ) -> list[PartialSoftmax]:
+        self, running: list[PartialSoftmax[Array]], splits: PartialSoftmax[Ref], link: Link
+    ) -> list[PartialSoftmax[Array]]:
         """Adds some segments, for each row."""
 
-        def add(i: Array, running: list[PartialSoftmax]) -> list[PartialSoftmax]:
+        def add(i: Array, running: list[PartialSoftmax[Array]]) -> list[PartialSoftmax[Array]]:
             indices = [i * self.together + j for j in range(self.together)]
             loaded = [
                 [self._load(splits, link, row, index) for index in indices] for row in self.rows
             ]
-            in_order = self.rule.reproducible
+            in_order = self.config.reproducible
             return [
                 add_up([own, *parts], in_order=in_order)
                 for own, parts in zip(running, loaded, strict=True)
@@ -116,7 +115,9 @@ class _Combiner:
         rounds = lax.div(link.num_splits + (self.together - 1), self.together)
         return lax.fori_loop(0, rounds, add, running)
 
-    def _load(self, splits: PartialSoftmax, link: Link, row: Array, index: Array) -> PartialSoftmax:
+    def _load(
+        self, splits: PartialSoftmax[Ref], link: Link, row: Array, index: Array
+    ) -> PartialSoftmax[Array]:
         """Loads a row of one of the segments, or an empty one past the last segment."""
         number = link.first_split + jnp.minimum(index, link.num_splits - 1)
         place = number, link.first_row + row
@@ -126,7 +127,7 @@ class _Combiner:
 
     def _write(self, tile: Tile, row: Array, out: Array) -> None:
         """Writes a row to its token and head, if the tile has such a token."""
-        token, head = lax.div(row, self.rule.group), lax.rem(row, self.rule.group)
+        token, head = lax.div(row, self.config.group), lax.rem(row, self.config.group)
 
         @pl.when(token < tile.count)
         def _() -> None:
@@ -137,10 +138,10 @@ class _Combiner:
     def _clear_padding(self, used_tokens: Array) -> None:
         """Writes zeros to the tokens of padding that this thread block has to clear."""
         num_tokens, num_tiles = self.operands.out.shape[0], self.operands.tiles.shape[0]
-        zeros = jnp.zeros((self.rule.value_width,), self.operands.out.dtype)
+        zeros = jnp.zeros((self.config.value_width,), self.operands.out.dtype)
         cleared = plgpu.layout_cast(zeros, self.layout)
         for row in self.rows:
-            first = jnp.where(row < self.rule.group, used_tokens + self.index, num_tokens)
+            first = jnp.where(row < self.config.group, used_tokens + self.index, num_tokens)
 
             @pl.loop(first, num_tokens, step=num_tiles)
             def _(token: Array, row: Array = row) -> None:

@@ -8,19 +8,21 @@ Two thread blocks with the same keys are a pair: each loads half of the keys for
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float32
 
 from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import call_unfused, store, tiled
-from pallas_kernels._paged_attention import pieces
+from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store, tiled
+from pallas_kernels._paged_attention import common
+from pallas_kernels._paged_attention.common import Granule, PartialSoftmax, add_product, multiply
 from pallas_kernels._paged_attention.decode_block import SCALE, DecodeShape
-from pallas_kernels._paged_attention.mla_rows import (
+from pallas_kernels._paged_attention.mla_latents import (
     COLUMNS,
     HALVES,
     NARROW,
@@ -30,7 +32,6 @@ from pallas_kernels._paged_attention.mla_rows import (
     opaque_zero,
 )
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import Granule, PartialSoftmax, multiply
 from pallas_kernels._paged_attention.tasks import STEP, TaskMap, Tile, Worker, split_steps
 
 ROWS = 64  # of queries, in a thread block
@@ -44,7 +45,7 @@ def is_paired(shape: DecodeShape) -> bool:
 
 
 def _kind_of_rows(shape: DecodeShape) -> type[Rows]:
-    if shape.rule.row_packing is not None:
+    if shape.config.row_packing is not None:
         return PackedRows
     return WidenedRows if shape.widens else Rows
 
@@ -62,7 +63,7 @@ def decode_latents(
     queries: Array,
     pages: StridedPages,
     numbers: Array,
-) -> PartialSoftmax:
+) -> PartialSoftmax[Array]:
     """Attends from all tiles, and returns the partial softmax of each segment.
 
     Args:
@@ -75,23 +76,24 @@ def decode_latents(
       ``out`` float32[S, rows, V], ``highest`` and ``total`` float32[S, rows]; undefined where S
       counts more segments than there are.
     """
-    rule, rows = shape.rule, shape.rows
+    config, rows = shape.config, shape.rows
     results = (tasks.num_splits, rows)
-    clusters: Any = {"cluster": (2,), "cluster_names": ("pair",)} if is_paired(shape) else {}
+    paired = is_paired(shape)
     call = plgpu.kernel(
-        lambda *refs: _Decoder(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
+        lambda *refs: _Decoder(shape, _Operands.from_refs(*refs[:-1]), refs[-1]).run(),
         out_type=[
-            jax.ShapeDtypeStruct((*results, rule.value_width), jnp.float32),
+            jax.ShapeDtypeStruct((*results, config.value_width), jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ],
-        grid=(rows // ROWS // (2 if clusters else 1), tasks.workers.shape[0]),
+        grid=(rows // ROWS // (2 if paired else 1), tasks.workers.shape[0]),
         grid_names=("row", "worker"),
-        **clusters,
+        cluster=(2,) if paired else (),
+        cluster_names=("pair",) if paired else (),
         num_threads=HALVES + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention_mla_decode",
-        scratch_types=[_Scratch.of(shape)],
+        scratch_types=[_Scratch.from_shape(shape)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # threads read only what they wrote or waited for
@@ -106,24 +108,24 @@ def decode_latents(
 class _Operands(NamedTuple):
     """References to the arrays of a call, to views of its pages, and to the results."""
 
-    tiles: jax.Ref
-    workers: jax.Ref
-    full_steps: jax.Ref
-    tables: jax.Ref
-    queries: jax.Ref
-    numbers: jax.Ref
-    first_row: jax.Ref
-    pages: tuple[jax.Ref, ...]
-    splits: PartialSoftmax
+    tiles: Ref
+    workers: Ref
+    full_steps: Ref
+    tables: Ref
+    queries: Ref
+    numbers: Ref
+    first_row: Ref
+    pages: tuple[Ref, ...]
+    splits: PartialSoftmax[Ref]
 
     @classmethod
-    def of(cls, *refs: jax.Ref) -> Self:
+    def from_refs(cls, *refs: Ref) -> Self:
         tiles, workers, full_steps, tables, queries, numbers, first_row, *rest = refs
         arrays = tiles, workers, full_steps, tables, queries, numbers, first_row
         return cls(*arrays, tuple(rest[:-3]), PartialSoftmax(*rest[-3:]))
 
 
-class _Scratch(NamedTuple):
+class _Scratch[T](NamedTuple):
     """Shared memory and barriers: their types, or references to them.
 
     query: the queries of a tile.
@@ -136,30 +138,31 @@ class _Scratch(NamedTuple):
     others: all that a kind of rows needs besides.
     """
 
-    query: Any
-    loaded: Any
-    weights: Any
-    shrink: Any
-    query_full: Any
-    query_free: Any
-    loaded_full: Any
-    loaded_free: Any
-    weighed: Any
-    taken: Any
-    others: Any
+    query: T
+    loaded: T
+    weights: T
+    shrink: T
+    query_full: T
+    query_free: T
+    loaded_full: T
+    loaded_free: T
+    weighed: T
+    taken: T
+    others: list[T]
 
     @classmethod
-    def of(cls, shape: DecodeShape) -> Self:
+    def from_shape(cls, shape: DecodeShape) -> "_Scratch[Scratch]":
         """Returns the types for a kernel."""
         kind = _kind_of_rows(shape)
         loaded, others = kind.scratch(shape)
-        arrivals: Any = {"num_barriers": kind.stages, "num_arrivals": HALVES}
-        free: Any = plgpu.Barrier(**arrivals)
+        free: Scratch = plgpu.Barrier(num_barriers=kind.stages, num_arrivals=HALVES)
         if is_paired(shape):
-            free = plgpu.ClusterBarrier(collective_axes=("pair",), **arrivals)
+            free = plgpu.ClusterBarrier(
+                collective_axes=("pair",), num_barriers=kind.stages, num_arrivals=HALVES
+            )
         copies = shape.steps.granules * kind.num_copies
         return cls(
-            query=tiled((1, ROWS, shape.rule.key_width), shape.compute),
+            query=tiled((1, ROWS, shape.config.key_width), shape.compute),
             loaded=loaded,
             weights=tiled((1, ROWS, STEP), shape.compute),
             shrink=plgpu.SMEM((ROWS,), jnp.float32),
@@ -216,16 +219,16 @@ class _Softmax(NamedTuple):
     Each thread adds up a part of ``total``; the sum of the parts is taken at the end.
     """
 
-    out: Array  # [ROWS, V / 2]
-    highest: Array  # [ROWS]
-    total: Array  # [ROWS, 8]
+    out: Float32[Array, "rows values/2"]
+    highest: Float32[Array, " rows"]
+    total: Float32[Array, "rows 8"]
 
 
 class _Decoder:
     """The code of one thread block."""
 
-    def __init__(self, shape: DecodeShape, operands: _Operands, scratch: _Scratch) -> None:
-        self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
+    def __init__(self, shape: DecodeShape, operands: _Operands, scratch: _Scratch[Ref]) -> None:
+        self.shape, self.config, self.steps = shape, shape.config, shape.steps
         self.operands, self.smem = operands, scratch
         kind = _kind_of_rows(shape)
         self.step_rows = kind(shape, operands.pages, scratch.loaded, *scratch.others)
@@ -239,7 +242,7 @@ class _Decoder:
             row = row * 2 + lax.axis_index("pair")
         self.rows = pl.ds(row * ROWS, ROWS)
         self.first_row = row * ROWS
-        self.half = self.rule.value_width // HALVES
+        self.half = self.config.value_width // HALVES
 
     def run(self) -> None:
         for warpgroup, work in enumerate((self._score_all, self._add_all, self._load_all)):
@@ -250,7 +253,7 @@ class _Decoder:
 
         @pl.loop(worker.first_tile, worker.last_tile + 1)
         def _(index: Array) -> None:
-            kv_split, fixed = _KVSplit(self, index), split_steps(self.rule)
+            kv_split, fixed = _KVSplit(self, index), split_steps(self.config)
 
             @pl.when(kv_split.end > kv_split.begin)
             def _() -> None:
@@ -338,7 +341,7 @@ class _Decoder:
         products = multiply(
             self.smem.query.at[opaque_zero(place)], self.step_rows.keys(place, stage).T
         )
-        scores, factor = pieces.cap(self.rule, products, scale)
+        scores, factor = common.cap(self.config, products, scale)
         if masked:
             if self.widened is None:
                 holes = self._clean_values(kv_split, place, 0)
@@ -356,7 +359,7 @@ class _Decoder:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.smem.weighed)
         total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
-        total = pieces.add_columns(total, weights)
+        total = common.add_columns(total, weights)
         out = self._add_values(running.out, shrink, place, 0)
         if self.widened is None:
             plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
@@ -367,9 +370,9 @@ class _Decoder:
         shape, layout = (ROWS, STEP), plgpu.Layout.WGMMA
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first_row
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        queries = lax.div(row, self.rule.group) + kv_split.tile.position
+        queries = lax.div(row, self.config.group) + kv_split.tile.position
         keys = key + (place + kv_split.shift) * STEP
-        seen = pieces.sees(self.rule, kv_split.tile, queries, keys)
+        seen = common.sees(self.config, kv_split.tile, queries, keys)
         return seen & self.steps.held(key, holes)
 
     # The second warpgroup adds up the right half of the output.
@@ -420,9 +423,7 @@ class _Decoder:
         values = self.step_rows.values(place, self._stage(place), columns)
         if not _mosaic.OPERANDS_IN_REGISTERS:
             return out + multiply(weights, values)
-        start: Any = plgpu.ACC.init(out)
-        sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)
-        return sums
+        return add_product(out, weights, values)
 
     def _widen(
         self, rows: WidenedRows, kv_split: _KVSplit, place: Array, masked: bool, half: int
@@ -455,7 +456,7 @@ class _Decoder:
         def _() -> None:
             for first in range(half * self.half, (half + 1) * self.half, COLUMNS):
                 part = self.smem.loaded.at[stage, :, pl.ds(first, COLUMNS)]
-                pieces.zero_unseen(part, part, self.steps, holes, key, (tile.begin, tile.end))
+                common.zero_unseen(part, part, self.steps, holes, key, (tile.begin, tile.end))
 
         plgpu.commit_smem()
         return holes

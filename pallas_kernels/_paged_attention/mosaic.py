@@ -1,17 +1,15 @@
 """The Mosaic GPU implementation of `paged_attention`: its kernels and their operands."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import written
+from pallas_kernels._mosaic import Ref, written
 from pallas_kernels._paged_attention.combine import combine
+from pallas_kernels._paged_attention.common import LOG2E, PartialSoftmax, Steps
 from pallas_kernels._paged_attention.decode import decode
 from pallas_kernels._paged_attention.decode_block import DecodeShape, Outputs
-from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, Steps
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
 from pallas_kernels._paged_attention.prefill_tasks import (
     QUERIES,
@@ -20,7 +18,9 @@ from pallas_kernels._paged_attention.prefill_tasks import (
     halves_of,
     prefill_tiles,
 )
+from pallas_kernels._paged_attention.requests import SharedPrefixes
 from pallas_kernels._paged_attention.rounds import in_rounds
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import (
     SharedSplits,
     SharedTiles,
@@ -32,10 +32,8 @@ from pallas_kernels._paged_attention.shared import (
 from pallas_kernels._paged_attention.tasks import STEP, FixedSplits, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
-    AttentionRule,
     Cut,
     QueryTiles,
-    SharedPrefixes,
     cut_queries,
     one_query_each,
 )
@@ -44,67 +42,71 @@ MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile of decoding
 MAX_ELEMENTS = 128 * 128  # keys of a step times the width of values, for which there are registers
 
 
-def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
+def attend_mosaic(arrays: AttentionArrays, config: Config) -> tuple[Array, Array]:
     """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp.
 
     One kernel attends from requests with few queries, another from requests with many.
     """
     num_tokens, heads, _ = arrays.queries.shape
-    out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
-    size = _decode_size(arrays, rule)
+    out = jax.new_ref(jnp.empty((num_tokens, heads, config.value_width), config.out_dtype))
+    size = _decode_size(arrays, config)
     if arrays.shared is not None:
-        lse = _attend_shared(arrays, rule, arrays.shared, out)
-    elif not may_prefill(arrays, rule, size):
-        tiles = _decode_tiles(arrays, rule, Cut(size))
-        lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
-    elif rule.reproducible:
-        lse = _decode_all(arrays, rule, size, out)
+        lse = _attend_shared(arrays, config, arrays.shared, out)
+    elif not may_prefill(arrays, config, size):
+        tiles = _decode_tiles(arrays, config, Cut(size))
+        lse = lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config)
+    elif config.reproducible:
+        lse = _decode_all(arrays, config, size, out)
     else:
-        lse = _decode_and_prefill(arrays, rule, size, out)
+        lse = _decode_and_prefill(arrays, config, size, out)
     return written(out), lse
 
 
-def _decode_and_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
+def _decode_and_prefill(arrays: AttentionArrays, config: Config, size: int, out: Ref) -> Array:
     """Writes the output of all queries, and returns their log-sum-exp."""
-    tiles = _decode_tiles(arrays, rule, Cut(size, is_single=True))
-    lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
-    tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
-    lse_prefill = _prefill(arrays, rule, tiles, out)
-    return jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
+    tiles = _decode_tiles(arrays, config, Cut(size, is_single=True))
+    lse = lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config)
+    tiles = cut_queries(arrays, config, Cut(QUERIES, align=8, least=size + 1))
+    lse_prefill = _prefill(arrays, config, tiles, out)
+    return jnp.where(tiles.token_tiles[:, None] < 0, lse, lse_prefill)
 
 
-def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
+def _prefill(arrays: AttentionArrays, config: Config, tiles: QueryTiles, out: Ref) -> Array:
     """Writes the output of tiles; returns their log-sum-exp by token, float32[T, heads]."""
-    shape, num_tiles = _prefill_shape(arrays, rule), tiles.requests.shape[0]
+    shape, num_tiles = _prefill_shape(arrays, config), tiles.requests.shape[0]
     queries = jnp.pad(arrays.queries, ((0, -arrays.queries.shape[0] % 8), (0, 0), (0, 0)))
     queries = queries.astype(shape.compute)
-    pieces = divide(arrays, rule, tiles, shape.keys)
-    task_map = prefill_tiles(arrays, rule, tiles, shape.keys, pieces)
+    pieces = divide(arrays, config, tiles, shape.keys)
+    task_map = prefill_tiles(arrays, config, tiles, shape.keys, pieces)
     lse, *splits = prefill(
-        *(shape, _prefill_arrays(arrays, rule, task_map), queries, arrays.pages),
+        *(shape, _prefill_arrays(arrays, config, task_map), queries, arrays.pages),
         num_tiles=num_tiles,
         num_splits=2 * pieces.workers if pieces else 0,
         out=out,
     )
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
     warpgroup, row = lax.div(tiles.rows, ROWS), lax.rem(tiles.rows, ROWS)
-    octets = lax.div(tiles.tokens[tiles.of_token], 8) + warpgroup * (ROWS // 8)
+    octets = lax.div(tiles.tokens[tiles.token_tiles], 8) + warpgroup * (ROWS // 8)
     row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
-    found = lse[tiles.of_token, :, warpgroup, row]
+    found = lse[tiles.token_tiles, :, warpgroup, row]
     if pieces is None:
         return found
     halves, places = halves_of(tiles, pieces, queries.shape[0])
-    lse = _combine_pieces(arrays, rule, halves, PartialSoftmax(*splits), out)
-    place = places[tiles.of_token]
+    lse = _combine_pieces(arrays, config, halves, PartialSoftmax(*splits), out)
+    place = places[tiles.token_tiles]
     return jnp.where(place[:, None] < 0, found, lse[place, warpgroup, :, row])
 
 
 def _combine_pieces(
-    arrays: AttentionArrays, rule: AttentionRule, halves: Array, splits: PartialSoftmax, out: Any
+    arrays: AttentionArrays,
+    config: Config,
+    halves: Array,
+    splits: PartialSoftmax[Array],
+    out: Ref,
 ) -> Array:
     """Writes the output of N divided tiles; returns float32[N, 2, heads, 64], the log-sum-exp."""
-    of_heads = rule._replace(kv_heads=rule.kv_heads * rule.group, group=1)
-    numbers = _numbers_of_heads(arrays, rule)
+    of_heads = config.replace(kv_heads=config.kv_heads * config.group, group=1)
+    numbers = _numbers_of_heads(arrays, config)
     numbers = jnp.pad(numbers, ((0, 0), (0, ROWS - 1)), mode="edge")  # the sink of each row
     num_halves, num_splits = halves.shape[0], splits.out.shape[0]
     lse = jnp.empty((num_halves, of_heads.kv_heads, ROWS), jnp.float32)
@@ -114,96 +116,98 @@ def _combine_pieces(
     return written(outputs.lse).reshape(-1, 2, *lse.shape[1:])
 
 
-def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
+def _decode_all(arrays: AttentionArrays, config: Config, size: int, out: Ref) -> Array:
     """Writes the output of all queries, and returns their log-sum-exp.
 
     One kernel serves requests of few and of many queries, so that a token has the same bits in a
     decode and in a prompt. Those of many have larger tiles.
     """
-    few = cut_queries(arrays, rule, Cut(size, is_single=True))
-    many = cut_queries(arrays, rule, Cut(max(1, MAX_ROWS // rule.group), least=size + 1))
-    lse = [lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule) for tiles in (few, many)]
-    return jnp.where(few.of_token[:, None] < 0, lse[1], lse[0])
+    few = cut_queries(arrays, config, Cut(size, is_single=True))
+    many = cut_queries(arrays, config, Cut(max(1, MAX_ROWS // config.group), least=size + 1))
+    lse = [
+        lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config) for tiles in (few, many)
+    ]
+    return jnp.where(few.token_tiles[:, None] < 0, lse[1], lse[0])
 
 
-def may_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool:
+def may_prefill(arrays: AttentionArrays, config: Config, size: int) -> bool:
     """Returns whether any request may have more queries than tiles of decoding, and enough."""
-    may_have_many = arrays.query_start_loc is not None and rule.max_queries > size
+    may_have_many = arrays.query_start_loc is not None and config.max_queries > size
     return may_have_many and arrays.queries.shape[0] >= ROWS
 
 
-def _prefill_shape(arrays: AttentionArrays, rule: AttentionRule) -> PrefillShape:
+def _prefill_shape(arrays: AttentionArrays, config: Config) -> PrefillShape:
     """Returns the shape of the kernel for many queries, with large steps if they fit."""
     large, small = [
-        PrefillShape(rule, step_sizes(arrays, keys), *page_and_compute_dtype(arrays))
+        PrefillShape(config, step_sizes(arrays, keys), *page_and_compute_dtype(arrays))
         for keys in (128, 64)
     ]
-    fits = large.staged_width and rule.value_width * large.keys <= MAX_ELEMENTS
+    fits = large.staged_width and config.value_width * large.keys <= MAX_ELEMENTS
     return large if fits else small
 
 
-def _prefill_arrays(arrays: AttentionArrays, rule: AttentionRule, tiles: Array) -> PrefillArrays:
-    return PrefillArrays(tiles, arrays.block_tables, _numbers_of_heads(arrays, rule))
+def _prefill_arrays(arrays: AttentionArrays, config: Config, tiles: Array) -> PrefillArrays[Array]:
+    return PrefillArrays(tiles, arrays.block_tables, _numbers_of_heads(arrays, config))
 
 
-def _numbers_of_heads(arrays: AttentionArrays, rule: AttentionRule) -> Array:
+def _numbers_of_heads(arrays: AttentionArrays, config: Config) -> Array:
     """Returns the numbers of each query head, as `PrefillArrays` holds them."""
-    scales = jnp.repeat(arrays.key_scale * jnp.float32(rule.scale), rule.group)
-    value_scale = jnp.repeat(arrays.value_scale, rule.group)
+    scales = jnp.repeat(arrays.key_scale * jnp.float32(config.scale), config.group)
+    value_scale = jnp.repeat(arrays.value_scale, config.group)
     no_sinks = jnp.full_like(scales, -jnp.inf)
     sinks = no_sinks if arrays.sinks is None else arrays.sinks * LOG2E
     return jnp.stack([scales, value_scale, sinks], axis=1)
 
 
-def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
+def _decode_size(arrays: AttentionArrays, config: Config) -> int:
     """Returns the queries of a tile: about as many as the requests of the batch have.
 
     At least `MIN_QUERIES`, because with padding in the batch requests have more than the average.
     """
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
-    usual = min(rule.max_queries, max(MIN_QUERIES, per_request))
-    return min(1 << (usual - 1).bit_length(), MAX_QUERIES, max(1, MAX_ROWS // rule.group))
+    usual = min(config.max_queries, max(MIN_QUERIES, per_request))
+    return min(1 << (usual - 1).bit_length(), MAX_QUERIES, max(1, MAX_ROWS // config.group))
 
 
-def _decode_tiles(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> QueryTiles:
+def _decode_tiles(arrays: AttentionArrays, config: Config, cut: Cut) -> QueryTiles:
     if arrays.query_start_loc is None:
-        return one_query_each(arrays, rule)
-    return cut_queries(arrays, rule, cut)
+        return one_query_each(arrays, config)
+    return cut_queries(arrays, config, cut)
 
 
 def _attend_shared(
-    arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes, out: Any
+    arrays: AttentionArrays, config: Config, shared: SharedPrefixes, out: Ref
 ) -> Array:
     """Writes the output of one query each; returns their log-sum-exp, float32[T, heads].
 
     Attends to what requests share for all of them together, by the kernel for many queries, whose
     rows are here those of one KV head, and to the rest for each.
     """
-    parts, rows_rule = tile_shared(arrays, rule, shared), rule._replace(group=1, causal=False)
-    shape = _prefill_shape(arrays, rows_rule)
-    workers = max(1, _capability.max_thread_blocks(1) // rule.kv_heads)
-    tiles, spans = split_shared(arrays, rule, parts.tiles, shape.keys, workers)
-    queries = shared_queries(arrays.queries, parts, rule, QUERIES).astype(shape.compute)
-    inputs = _prefill_arrays(arrays._replace(sinks=None), rows_rule, tiles)
+    parts, rows_config = tile_shared(arrays, config, shared), config.replace(group=1, causal=False)
+    shape = _prefill_shape(arrays, rows_config)
+    workers = max(1, _capability.max_thread_blocks(1) // config.kv_heads)
+    tiles, spans = split_shared(arrays, config, parts.tiles, shape.keys, workers)
+    queries = shared_queries(arrays.queries, parts, config, QUERIES).astype(shape.compute)
+    inputs = _prefill_arrays(arrays._replace(sinks=None), rows_config, tiles)
     flat = queries.reshape(-1, *queries.shape[2:])
     num_splits = tiles.shape[0]
     splits = prefill(shape, inputs, flat, arrays.pages, num_splits=num_splits)
     splits = PartialSoftmax(*splits)
-    common = SharedSplits.of(rule, parts, spans, splits)
-    tiles = own_tiles(arrays, rule, parts)
-    return lse_of_tokens(_decode(arrays, rule, tiles, out, common), tiles, rule)
+    common = SharedSplits.from_tiles(config, parts, spans, splits)
+    tiles = own_tiles(arrays, config, parts)
+    return lse_of_tokens(_decode(arrays, config, tiles, out, common), tiles, config)
 
 
 def _decode(
     arrays: AttentionArrays,
-    rule: AttentionRule,
+    config: Config,
     tiles: QueryTiles,
-    out: Any,
+    out: Ref,
     shared: SharedSplits | None = None,
 ) -> Array:
     """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
-    shape = _decode_shape(arrays, rule, tiles.size * rule.group)
-    fixed = FixedSplits.of(rule, arrays.block_tables.shape[1])
+    shape = _decode_shape(arrays, config, tiles.size * config.group)
+    fixed = FixedSplits.from_config(config, arrays.block_tables.shape[1])
     # Others have parts in other kernels, or must be added up in the same way whatever their number.
     # With 8-bit pages, finishing takes so many registers that a thread block less fits on an SM.
     finishes = fixed is None and shared is None and not shape.widens
@@ -216,17 +220,17 @@ def _decode(
         given = shape, tasks, arrays.block_tables, queries, arrays.pages, numbers
         splits = decode(*given, outputs if finishes else None)
         linked = None if shared is None else shared.splits
-        given = rule, tasks.tiles, splits, numbers, outputs, linked
+        given = config, tasks.tiles, splits, numbers, outputs, linked
         combine(*given, num_workers=shape.num_workers, finished=finishes)
         return written(outputs.lse)
 
-    return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
+    return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), config, fixed)
 
 
-def _decode_shape(arrays: AttentionArrays, rule: AttentionRule, rows: int) -> DecodeShape:
+def _decode_shape(arrays: AttentionArrays, config: Config, rows: int) -> DecodeShape:
     page, compute = page_and_compute_dtype(arrays)
     rows = -(-rows // 8) * 8
-    return DecodeShape(rule, step_sizes(arrays, STEP), rows, page, compute)
+    return DecodeShape(config, step_sizes(arrays, STEP), rows, page, compute)
 
 
 def page_and_compute_dtype(arrays: AttentionArrays) -> tuple[jnp.dtype, jnp.dtype]:
@@ -258,44 +262,44 @@ def used_tokens(arrays: AttentionArrays) -> Array:
 
 def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array:
     """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold other queries."""
-    rule, rows = shape.rule, tiles.size * shape.rule.group
+    config, rows = shape.config, tiles.size * shape.config.group
     if tiles.size == 1:
-        tiled = queries.reshape(-1, rule.kv_heads, rule.group, rule.key_width)
+        tiled = queries.reshape(-1, config.kv_heads, config.group, config.key_width)
     else:
         inner = jnp.arange(tiles.size)
         tiled = queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip")
-        tiled = tiled.reshape(-1, tiles.size, rule.kv_heads, rule.group, rule.key_width)
-        tiled = jnp.swapaxes(tiled, 1, 2).reshape(-1, rule.kv_heads, rows, rule.key_width)
+        tiled = tiled.reshape(-1, tiles.size, config.kv_heads, config.group, config.key_width)
+        tiled = jnp.swapaxes(tiled, 1, 2).reshape(-1, config.kv_heads, rows, config.key_width)
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, shape.rows - rows), (0, 0)))
     return tiled.astype(shape.compute)
 
 
-def shared_queries(queries: Array, shared: SharedTiles, rule: AttentionRule, rows: int) -> Array:
+def shared_queries(queries: Array, shared: SharedTiles, config: Config, rows: int) -> Array:
     """Returns [N, rows, kv_heads, K]; rows past a tile's queries hold other queries, or zeros."""
     tiled = queries[shared.requests].reshape(
-        *shared.requests.shape, rule.kv_heads, rule.group, rule.key_width
+        *shared.requests.shape, config.kv_heads, config.group, config.key_width
     )
     tiled = jnp.swapaxes(tiled, 2, 3)
-    spare = row_stride(rule) - rule.group
+    spare = row_stride(config) - config.group
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, spare), (0, 0), (0, 0)))
-    tiled = tiled.reshape(tiled.shape[0], -1, rule.kv_heads, rule.key_width)
+    tiled = tiled.reshape(tiled.shape[0], -1, config.kv_heads, config.key_width)
     return jnp.pad(tiled, ((0, 0), (0, rows - tiled.shape[1]), (0, 0), (0, 0)))
 
 
 def tile_numbers(arrays: AttentionArrays, shape: DecodeShape) -> Array:
     """Returns the numbers of each KV head that `decode` takes, in one array for one launch."""
-    rule = shape.rule
-    sinks = jnp.full((rule.kv_heads, shape.rows), -jnp.inf, jnp.float32)
+    config = shape.config
+    sinks = jnp.full((config.kv_heads, shape.rows), -jnp.inf, jnp.float32)
     if arrays.sinks is not None:
-        of_rows = jnp.arange(shape.rows) % rule.group
-        sinks = arrays.sinks.reshape(rule.kv_heads, rule.group)[:, of_rows] * LOG2E
-    scales = arrays.key_scale * jnp.float32(rule.scale), arrays.value_scale
+        of_rows = jnp.arange(shape.rows) % config.group
+        sinks = arrays.sinks.reshape(config.kv_heads, config.group)[:, of_rows] * LOG2E
+    scales = arrays.key_scale * jnp.float32(config.scale), arrays.value_scale
     return jnp.concatenate([jnp.stack(scales, axis=1), sinks], axis=1)
 
 
-def lse_of_tokens(lse: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
+def lse_of_tokens(lse: Array, tiles: QueryTiles, config: Config) -> Array:
     """Gathers the log-sum-exp of tiles by token: float32[T, heads], -inf for padding."""
-    columns = tiles.rows[:, None] * rule.group + jnp.arange(rule.group)[None]
-    found = lse[tiles.of_token[:, None], :, columns]
+    columns = tiles.rows[:, None] * config.group + jnp.arange(config.group)[None]
+    found = lse[tiles.token_tiles[:, None], :, columns]
     found = jnp.swapaxes(found, 1, 2).reshape(found.shape[0], -1)
-    return jnp.where(tiles.of_token[:, None] < 0, -jnp.inf, found)
+    return jnp.where(tiles.token_tiles[:, None] < 0, -jnp.inf, found)

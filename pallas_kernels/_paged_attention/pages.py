@@ -1,11 +1,12 @@
 """Pages of keys and values, and where they lie in memory."""
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Int32, Shaped
 
 from pallas_kernels._arguments import as_array
 from pallas_kernels._in_place import read_extents
@@ -19,8 +20,8 @@ class StridedPages(NamedTuple):
     of its heads; or one head after another, each with all of its tokens (``heads_first``). Only
     ``data`` and ``first`` may be traced.
 
-    data: [extents, elements] of ``dtype``; or uint8[extents, bytes], which is better on backends
-      where XLA would copy a whole pool to convert it.
+    data: elements of ``dtype``; or bytes, uint8, which is better on backends where XLA would copy a
+      whole pool to convert it.
     dtype: dtype of keys and values.
     num_pages: number of pages.
     tokens: tokens of a page.
@@ -33,20 +34,20 @@ class StridedPages(NamedTuple):
     heads_first: whether the tokens of a head are adjacent; must be True with a ``head_step``.
     """
 
-    data: Array
+    data: Shaped[Array, "extents elements"]
     dtype: DTypeLike
     num_pages: int
     tokens: int
     kv_heads: int
     width: int
-    first: Array | int = 0
+    first: Int32[Array, ""] | int = 0
     page_step: int = 1
     head_step: int = 0
     start: int = 0
     heads_first: bool = False
 
     @classmethod
-    def of_array(cls, pages: Array, *, heads_first: bool = False) -> Self:
+    def from_array(cls, pages: Array, *, heads_first: bool = False) -> Self:
         """Describes an array [blocks, tokens, kv_heads, width], or with heads before tokens."""
         blocks, tokens, kv_heads, width = pages.shape
         if heads_first:
@@ -128,7 +129,7 @@ class StridedPages(NamedTuple):
         return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(self.dtype))
 
 
-def check_pages(pages: Any) -> StridedPages:
+def check_pages(pages: Array | StridedPages) -> StridedPages:
     """Checks pages, which may be given as an array, and returns them as `StridedPages`."""
     if not isinstance(pages, StridedPages):
         array = as_array("pages", pages)
@@ -136,7 +137,7 @@ def check_pages(pages: Any) -> StridedPages:
             raise ValueError(
                 f"pages must be [blocks, tokens, kv_heads, K + V], got shape {array.shape}"
             )
-        return StridedPages.of_array(array)
+        return StridedPages.from_array(array)
     data, needed = pages.data, pages.start + pages.elements * pages.itemsize
     if data.ndim != 2 or data.dtype not in (jnp.uint8, jnp.dtype(pages.dtype)):
         raise ValueError(

@@ -1,9 +1,9 @@
 """The softmax of some of the keys. Does not import Mosaic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
-class PartialSoftmax(NamedTuple):
+class PartialSoftmax[T](NamedTuple):
     """The softmax of some of the keys; or references to several, or the layouts of its parts.
 
     out: float32, weighted sums of values.
@@ -11,6 +11,6 @@ class PartialSoftmax(NamedTuple):
     total: as ``highest``, sums of weights.
     """
 
-    out: Any
-    highest: Any
-    total: Any
+    out: T
+    highest: T
+    total: T

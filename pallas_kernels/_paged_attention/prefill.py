@@ -12,23 +12,30 @@ another kernel combines.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Float32
 
 from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import call_unfused, full_like, store, tiled
-from pallas_kernels._paged_attention import pieces
+from pallas_kernels._mosaic import Ref, Scratch, call_unfused, full_like, store, tiled
+from pallas_kernels._paged_attention import common
+from pallas_kernels._paged_attention.common import (
+    LOG2E,
+    PartialSoftmax,
+    Steps,
+    add_product,
+    multiply,
+)
 from pallas_kernels._paged_attention.decode_block import Outputs
 from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, Steps, multiply
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, PrefillTile
-from pallas_kernels._paged_attention.tiles import AttentionRule
+from pallas_kernels._paged_attention.rule import Config
 
 WARPGROUPS = QUERIES // ROWS  # that compute
 STAGES = 2  # steps that are loaded ahead
@@ -45,7 +52,7 @@ class PrefillShape(NamedTuple):
     compute: 16-bit dtype of the products.
     """
 
-    rule: AttentionRule
+    config: Config
     steps: Steps
     page: jnp.dtype
     compute: jnp.dtype
@@ -70,28 +77,28 @@ class PrefillShape(NamedTuple):
     @property
     def value_stages(self) -> int:
         """Returns the steps of values that there is shared memory for."""
-        is_wide = max(self.rule.key_width, self.rule.value_width) > 192
+        is_wide = max(self.config.key_width, self.config.value_width) > 192
         return 1 if self.widens and is_wide else STAGES
 
     @property
     def staged_width(self) -> int:
         """Returns the columns of the output that are written at once; 0 if nothing fits."""
-        rule, rows, item = self.rule, WARPGROUPS * ROWS, self.compute.itemsize
-        elements = STAGES * rule.key_width + self.value_stages * rule.value_width
-        used = (rows * rule.key_width + self.keys * elements) * item
+        config, rows, item = self.config, WARPGROUPS * ROWS, self.compute.itemsize
+        elements = STAGES * config.key_width + self.value_stages * config.value_width
+        used = (rows * config.key_width + self.keys * elements) * item
         if self.widens:
-            used += self.keys * (rule.key_width + rule.value_width)
+            used += self.keys * (config.key_width + config.value_width)
         if not _mosaic.OPERANDS_IN_REGISTERS:
             used += rows * self.keys * item
         room = (SMEM_BYTES - used) // (rows * item)
         # Rows begin at multiples of 128 bytes; a width that they do not divide is written by 64s.
-        whole = rule.value_width // 64 if rule.value_width % 64 == 0 else 1
+        whole = config.value_width // 64 if config.value_width % 64 == 0 else 1
         return max(
             (64 * n for n in range(1, whole + 1) if whole % n == 0 and 64 * n <= room), default=0
         )
 
 
-class PrefillArrays(NamedTuple):
+class PrefillArrays[T](NamedTuple):
     """Arrays of a call, or references to them; few, because each takes a launch to fill.
 
     tiles: int32[N, ...], a `PrefillTile` per row.
@@ -100,20 +107,20 @@ class PrefillArrays(NamedTuple):
       sink in base 2, -inf for none.
     """
 
-    tiles: Any
-    block_tables: Any
-    numbers: Any
+    tiles: T
+    block_tables: T
+    numbers: T
 
 
 def prefill(
     shape: PrefillShape,
-    arrays: PrefillArrays,
+    arrays: PrefillArrays[Array],
     queries: Array,
     pages: StridedPages,
     *,
     num_tiles: int = 0,
     num_splits: int = 0,
-    out: Any = None,
+    out: Ref | None = None,
 ) -> Sequence[Array]:
     """Attends from tiles of queries: writes their output, or returns them as segments.
 
@@ -132,17 +139,17 @@ def prefill(
     if num_tiles:
         results.append((num_tiles, heads, WARPGROUPS, ROWS))
     if num_splits:
-        rows, width = QUERIES + SPARE_ROWS, sum(width for _, width in shape.rule.windows)
+        rows, width = QUERIES + SPARE_ROWS, sum(width for _, width in shape.config.value_parts)
         results += [(num_splits, heads, width, rows), *[(num_splits, heads, rows)] * 2]
     call = plgpu.kernel(
-        lambda *refs: _Prefiller(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
+        lambda *refs: _Prefiller(shape, _Operands.from_refs(*refs[:-1]), refs[-1]).run(),
         out_type=[jax.ShapeDtypeStruct(result, jnp.float32) for result in results],
         grid=(min(heads * arrays.tiles.shape[0], _capability.max_thread_blocks(1)),),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
-        scratch_types=[_Scratch.of(shape)],
+        scratch_types=[_Scratch.from_shape(shape)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # threads read only what they wrote or waited for
@@ -158,14 +165,14 @@ class _Operands(NamedTuple):
     Either of the latter may be None.
     """
 
-    arrays: PrefillArrays
-    queries: jax.Ref
-    pages: jax.Ref
+    arrays: PrefillArrays[Ref]
+    queries: Ref
+    pages: Ref
     outputs: Outputs | None
-    splits: PartialSoftmax | None
+    splits: PartialSoftmax[Ref] | None
 
     @classmethod
-    def of(cls, *refs: jax.Ref) -> Self:
+    def from_refs(cls, *refs: Ref) -> Self:
         tiles, tables, numbers, queries, pages, *results = refs
         outputs = splits = None
         if len(results) != len(PartialSoftmax._fields):
@@ -175,7 +182,7 @@ class _Operands(NamedTuple):
         return cls(PrefillArrays(tiles, tables, numbers), queries, pages, outputs, splits)
 
 
-class _Scratch(NamedTuple):
+class _Scratch[T](NamedTuple):
     """Shared memory and barriers: their types, or references to them.
 
     query: the queries of each warpgroup.
@@ -186,46 +193,46 @@ class _Scratch(NamedTuple):
     weights: operands that interpret mode does not take from registers; None on a GPU.
     """
 
-    query: Any
-    keys: Any
-    values: Any
-    staged: Any
-    query_full: Any
-    keys_full: Any
-    values_full: Any
-    keys_free: Any
-    values_free: Any
-    narrow_keys: Any
-    narrow_values: Any
-    narrow_keys_full: Any
-    narrow_values_full: Any
-    weights: Any
+    query: T
+    keys: T
+    values: T
+    staged: T
+    query_full: T
+    keys_full: T
+    values_full: T
+    keys_free: T
+    values_free: T
+    narrow_keys: T
+    narrow_values: T
+    narrow_keys_full: T
+    narrow_values_full: T
+    weights: T
 
     @classmethod
-    def of(cls, shape: PrefillShape) -> Self:
+    def from_shape(cls, shape: PrefillShape) -> "_Scratch[Scratch]":
         """Returns the types for a kernel."""
-        rule, dtype = shape.rule, shape.compute
-        align = math.gcd(rule.key_width, rule.value_width)
+        config, dtype = shape.config, shape.compute
+        align = math.gcd(config.key_width, config.value_width)
         copies = shape.steps.granules
         narrow_keys = narrow_values = narrow_full = weights = None
         if shape.widens:
-            narrow_keys = tiled((shape.keys, rule.key_width), shape.page, align)
-            narrow_values = tiled((shape.keys, rule.value_width), shape.page, align)
+            narrow_keys = tiled((shape.keys, config.key_width), shape.page, align)
+            narrow_values = tiled((shape.keys, config.value_width), shape.page, align)
             narrow_full = plgpu.Barrier(num_arrivals=copies)
         if not _mosaic.OPERANDS_IN_REGISTERS:
             weights = tiled((WARPGROUPS, ROWS, shape.keys), dtype)
 
-        def full(stages: int) -> Any:
+        def full(stages: int) -> plgpu.Barrier:
             return plgpu.Barrier(num_barriers=stages, num_arrivals=1 if shape.widens else copies)
 
-        def free(stages: int) -> Any:
+        def free(stages: int) -> plgpu.Barrier:
             return plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
 
         return cls(
-            query=tiled((WARPGROUPS, ROWS, rule.key_width), dtype, align),
-            keys=tiled((STAGES, shape.keys, rule.key_width), dtype, align),
-            values=tiled((shape.value_stages, shape.keys, rule.value_width), dtype, align),
-            staged=plgpu.SMEM((WARPGROUPS, ROWS, shape.staged_width), rule.out_dtype),
+            query=tiled((WARPGROUPS, ROWS, config.key_width), dtype, align),
+            keys=tiled((STAGES, shape.keys, config.key_width), dtype, align),
+            values=tiled((shape.value_stages, shape.keys, config.value_width), dtype, align),
+            staged=plgpu.SMEM((WARPGROUPS, ROWS, shape.staged_width), config.out_dtype),
             query_full=plgpu.Barrier(num_barriers=WARPGROUPS),
             keys_full=full(STAGES),
             values_full=full(shape.value_stages),
@@ -265,17 +272,17 @@ class _Running(NamedTuple):
     Each thread adds up a part of ``total``; the sum of the parts is taken at the end.
     """
 
-    out: Array  # [ROWS, V]
-    highest: Array  # [ROWS]
-    total: Array  # [ROWS, 8]
-    weights: Array  # [ROWS, keys], in 16 bits
+    out: Float32[Array, "rows values"]
+    highest: Float32[Array, " rows"]
+    total: Float32[Array, "rows 8"]
+    weights: Float[Array, "rows keys"]  # in 16 bits
 
 
 class _Prefiller:
     """The code of one thread block."""
 
-    def __init__(self, shape: PrefillShape, operands: _Operands, scratch: _Scratch) -> None:
-        self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
+    def __init__(self, shape: PrefillShape, operands: _Operands, scratch: _Scratch[Ref]) -> None:
+        self.shape, self.config, self.steps = shape, shape.config, shape.steps
         self.arrays, self.queries, self.pages, self.outputs, self.splits = operands
         self.smem = scratch
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -306,7 +313,7 @@ class _Prefiller:
         def one(turn: Array, steps_before: Array) -> Array:
             is_item, index, head = self._place(turn)
             tile = PrefillTile.load(self.arrays.tiles, index)
-            kv_head = lax.div(head, self.rule.group)
+            kv_head = lax.div(head, self.config.group)
             first_row, column = self.steps.head(tile.first_row, kv_head)
             # Loaded early to hide the latency.
             numbers = [self.arrays.numbers[head, column] for column in range(3)]
@@ -330,7 +337,7 @@ class _Prefiller:
         number = self._number(turn)
         is_item = number < self.num_items
         number = lax.max(lax.min(number, self.num_items - 1), 0)
-        heads = self.heads_together * self.rule.group
+        heads = self.heads_together * self.config.group
         of_section = lax.max(self.num_tiles * heads, 1)
         section, within = lax.div(number, of_section), lax.rem(number, of_section)
         # From long to short tiles, back in the next section, and to short ones in the last: so
@@ -413,14 +420,14 @@ class _Prefiller:
 
     def _parts(self, item: _Item) -> tuple["_Part", "_Part"]:
         """Returns the keys and the values of a row."""
-        rule, first, smem = self.rule, item.first_column, self.smem
+        config, first, smem = self.config, item.first_column, self.smem
         keys = _Part(
-            pl.ds(first, rule.key_width),
+            pl.ds(first, config.key_width),
             STAGES,
             *(smem.keys, smem.keys_full, smem.keys_free, smem.narrow_keys, smem.narrow_keys_full),
         )
         values = _Part(
-            pl.ds(first + rule.key_width, rule.value_width),
+            pl.ds(first + config.key_width, config.value_width),
             self.shape.value_stages,
             *(smem.values, smem.values_full, smem.values_free),
             *(smem.narrow_values, smem.narrow_values_full),
@@ -428,7 +435,7 @@ class _Prefiller:
         return keys, values
 
     def _fetch(
-        self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any, *stage: Array
+        self, places: list[Array], columns: pl.Slice, buffer: Ref, full: Ref, *stage: Array
     ) -> None:
         """Starts loading the keys or the values of a step."""
         n = self.steps.granule
@@ -523,7 +530,7 @@ class _Prefiller:
 
     def _first_step(self, item: _Item, position: Array) -> _Running:
         """Returns the softmax of a tile's first step."""
-        step, rule = item.tile.first_step, self.rule
+        step, config = item.tile.first_step, self.config
         stage = self._key_stage(item, step)
         plgpu.barrier_wait(self.smem.keys_full.at[stage])
         scores = multiply(self.smem.query.at[self.warpgroup], self.smem.keys.at[stage].T)
@@ -532,12 +539,12 @@ class _Prefiller:
         highest, _, weights = self._softmax(item, position, step, scores, highest)
         plgpu.barrier_wait(self.smem.values_full.at[self._value_stage(item, step)])
         self._clean_values(item, step)
-        zeros = jnp.zeros((ROWS, rule.value_width), jnp.float32)
+        zeros = jnp.zeros((ROWS, config.value_width), jnp.float32)
         total = plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
         return _Running(
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
             highest,
-            pieces.add_columns(total, weights),
+            common.add_columns(total, weights),
             weights.astype(self.shape.compute),
         )
 
@@ -552,7 +559,7 @@ class _Prefiller:
             found = self._softmax(item, position, step, scores, running.highest)
             highest, shrink, weights = found
             total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
-            total = pieces.add_columns(total, weights)
+            total = common.add_columns(total, weights)
             softened = lax.optimization_barrier((highest, shrink, weights, total))
             # A wait between the softmax and the end of the sums, or the compiler moves the softmax
             # behind that end.
@@ -571,8 +578,12 @@ class _Prefiller:
         return _Running(out, highest, total, weights.astype(self.shape.compute))
 
     def _score_and_add(
-        self, running: _Running, keys: Any, before: Array, soften: Callable[[Array], Any]
-    ) -> tuple[Array, Any]:
+        self,
+        running: _Running,
+        keys: Ref,
+        before: Array,
+        soften: Callable[[Array], tuple[Array, ...]],
+    ) -> tuple[Array, Sequence[Array]]:
         """Returns the output with the values of the step before, and ``soften(scores)``.
 
         The tensor cores add values while scores are softened.
@@ -583,10 +594,10 @@ class _Prefiller:
             return self._add_product(running, before), softened
         shape = (ROWS, self.shape.keys)
 
-        def both(refs: Sequence[Any]) -> None:
+        def both(refs: Sequence[Ref]) -> None:
             sums, *results = refs
 
-            def run(product: Any) -> None:
+            def run(product: Ref) -> None:
                 plgpu.wgmma(product, query, keys)
                 plgpu.wgmma(sums, running.weights, values)
                 scores = plgpu.wgmma_accumulator_load(product, wait_n=1)
@@ -598,7 +609,7 @@ class _Prefiller:
         # In 16 bits, weights would take the registers of those that the tensor cores still read.
         weights = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         places = running.highest, running.highest, weights, running.total
-        start: Any = (plgpu.ACC.init(running.out), *places)
+        start: Ref = (plgpu.ACC.init(running.out), *places)
         out, *softened = pl.run_state(both)(start)
         return out, softened
 
@@ -606,7 +617,7 @@ class _Prefiller:
         self, item: _Item, position: Array, step: Array, products: Array, before: Array
     ) -> tuple[Array, Array, Array]:
         """Returns the highest scores, the factor by which sums shrink, and the weights of keys."""
-        scores, scale = pieces.cap(self.rule, products, item.scale)
+        scores, scale = common.cap(self.config, products, item.scale)
         scale = jnp.asarray(scale, jnp.float32)
 
         def mask(scores: Array) -> tuple[Array, Array]:
@@ -625,10 +636,7 @@ class _Prefiller:
         """Returns the output plus the weighted sum of the values in a stage."""
         values = self.smem.values.at[stage]
         if _mosaic.OPERANDS_IN_REGISTERS:
-            start: Any = plgpu.ACC.init(running.out)
-            weights = running.weights
-            sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)
-            return sums
+            return add_product(running.out, running.weights, values)
         staged = self.smem.weights.at[self.warpgroup]
         staged[...] = running.weights
         plgpu.commit_smem()
@@ -640,7 +648,7 @@ class _Prefiller:
         shape, layout = (ROWS, keys), plgpu.Layout.WGMMA
         place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         queries = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + position
-        seen = pieces.sees(self.rule, item.tile, queries, place + step * keys)
+        seen = common.sees(self.config, item.tile, queries, place + step * keys)
         return seen & self.steps.held(place, self._holes(item, step))
 
     def _holes(self, item: _Item, step: Array) -> Array:
@@ -663,8 +671,8 @@ class _Prefiller:
         @pl.when((key < tile.begin) | (key + keys > tile.end) | (tile.has_holes != 0))
         def _() -> None:
             holes = self._holes(item, step)
-            width = math.gcd(self.rule.value_width, 64)  # registers are short
-            columns = self.rule.value_width // width
+            width = math.gcd(self.config.value_width, 64)  # registers are short
+            columns = self.config.value_width // width
 
             @pl.loop(0, keys // 64 * columns)
             def _(i: Array) -> None:
@@ -672,18 +680,20 @@ class _Prefiller:
                 column = pl.multiple_of(lax.rem(i, columns) * width, width)
                 part = self.smem.values.at[stage, pl.ds(first, 64), pl.ds(column, width)]
                 seen = tile.begin, tile.end
-                pieces.zero_unseen(part, part, self.steps, holes, key + first, seen)
+                common.zero_unseen(part, part, self.steps, holes, key + first, seen)
 
             plgpu.commit_smem()
 
-    def _store(self, place: tuple[Array, Array], running: _Running, splits: PartialSoftmax) -> None:
+    def _store(
+        self, place: tuple[Array, Array], running: _Running, splits: PartialSoftmax[Ref]
+    ) -> None:
         """Stores the results of a segment, given its number and the head."""
         rows, row = pl.ds(self.warpgroup * ROWS, ROWS), 0
         # Rows that saw no key have added up values that they do not see, which may be infinite.
         seen = running.highest > UNSEEN
         out = lax.broadcast_in_dim(seen, running.out.shape, [0])
         out = lax.select(out, running.out, full_like(running.out, 0))
-        for first, width in self.rule.windows:
+        for first, width in self.config.value_parts:
             part = lax.slice(out, (0, first), (ROWS, first + width))
             part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
             store(splits.out.at[(*place, pl.ds(row, width), rows)].T, part)
@@ -707,14 +717,14 @@ class _Prefiller:
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
         # The output of a query that saw no key may be infinite.
         seen = lax.broadcast_in_dim(seen, out.shape, [0])
-        out = lax.select(seen, out, full_like(out, 0)).astype(self.rule.out_dtype)
+        out = lax.select(seen, out, full_like(out, 0)).astype(self.config.out_dtype)
         width = self.shape.staged_width
-        for start in range(0, self.rule.value_width, width):
-            first = min(start, self.rule.value_width - width)  # the last part may overlap
+        for start in range(0, self.config.value_width, width):
+            first = min(start, self.config.value_width - width)  # the last part may overlap
             part = lax.slice(out, (0, first), (ROWS, first + width))
             self._write_columns(part, outputs.out.at[:, item.head, pl.ds(first, width)], rows)
 
-    def _write_columns(self, part: Array, out: Any, rows: "_Rows") -> None:
+    def _write_columns(self, part: Array, out: Ref, rows: "_Rows") -> None:
         """Writes some columns of the rows of an output."""
         staged = self.smem.staged.at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
@@ -740,11 +750,11 @@ class _Part(NamedTuple):
 
     columns: pl.Slice
     stages: int
-    wide: Any
-    full: Any
-    free: Any
-    narrow: Any
-    narrow_full: Any
+    wide: Ref
+    full: Ref
+    free: Ref
+    narrow: Ref
+    narrow_full: Ref
 
 
 class _Rows(NamedTuple):

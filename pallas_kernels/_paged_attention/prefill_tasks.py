@@ -9,16 +9,12 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32
 
 from pallas_kernels import _capability
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import Link, Tile, running_sum
-from pallas_kernels._paged_attention.tiles import (
-    AttentionArrays,
-    AttentionRule,
-    QueryTiles,
-    count_ended,
-    take,
-)
+from pallas_kernels._paged_attention.tiles import AttentionArrays, QueryTiles, count_ended, take
 
 QUERIES, ROWS = 128, 64  # of a tile, and of a warpgroup
 LEAST_STEPS = 8  # of a piece; a tile takes about the time of 3 to 8 steps besides its own
@@ -83,14 +79,12 @@ class Pieces(NamedTuple):
       all of these together ``2 * workers`` at most.
     """
 
-    counts: Array
-    first_splits: Array
+    counts: Int32[Array, " tiles"]
+    first_splits: Int32[Array, " tiles"]
     workers: int
 
 
-def divide(
-    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, keys: int
-) -> Pieces | None:
+def divide(arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int) -> Pieces | None:
     """Divides the tiles that are longer than others, where the GPU has thread blocks left for them.
 
     Args:
@@ -99,7 +93,10 @@ def divide(
     Returns:
       None: no step of this shape needs it.
     """
-    heads, capacity = rule.kv_heads * rule.group, arrays.block_tables.shape[1] * rule.page_tokens
+    heads, capacity = (
+        config.kv_heads * config.group,
+        arrays.block_tables.shape[1] * config.page_tokens,
+    )
     workers = _capability.max_thread_blocks(1) // heads
     is_small = arrays.queries.shape[0] <= 2 * QUERIES * workers
     if workers < 2 or not is_small or capacity < 2 * LEAST_STEPS * keys:
@@ -115,7 +112,7 @@ def divide(
 
 def prefill_tiles(
     arrays: AttentionArrays,
-    rule: AttentionRule,
+    config: Config,
     tiles: QueryTiles,
     keys: int,
     pieces: Pieces | None = None,
@@ -130,14 +127,14 @@ def prefill_tiles(
     """
     first, last = _steps(tiles, keys)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
-    seen_by_last = rule.first_visible(last_query, tiles.chunk_offsets)
+    seen_by_last = config.first_visible(last_query, tiles.chunk_offsets)
     full_begin, full_end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
-    if rule.causal:
-        seen_by_all = rule.allocated_before(tiles.positions + 1, arrays.rank)
+    if config.causal:
+        seen_by_all = config.allocated_before(tiles.positions + 1, arrays.rank)
         full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
-    holed = has_holes(arrays, rule, tiles)
+    holed = has_holes(arrays, config, tiles)
     # The longest pieces come first, whatever their heads.
-    heads = _heads_together(arrays, rule, tiles) if pieces is None else rule.kv_heads
+    heads = _heads_together(arrays, config, tiles) if pieces is None else config.kv_heads
     tile = PrefillTile(
         index=jnp.arange(tiles.requests.shape[0]),
         request=tiles.requests,
@@ -233,7 +230,7 @@ def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, 
     return table, jnp.where(is_divided, ends - 1, -1)
 
 
-def _heads_together(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
+def _heads_together(arrays: AttentionArrays, config: Config, tiles: QueryTiles) -> Array:
     """Returns how many KV heads are attended to together: a divisor of all, at least 1.
 
     All tiles of these heads come before those of others, so that the keys and values of all
@@ -242,18 +239,18 @@ def _heads_together(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTi
     requests = jnp.where(tiles.counts > 0, tiles.requests, -1)
     is_last = requests != jnp.append(requests[1:], -1)  # tile of its request
     tokens = jnp.where(is_last, tiles.ends, 0).sum(dtype=jnp.float32)
-    row_bytes = rule.row_width * arrays.pages.itemsize
+    row_bytes = config.row_width * arrays.pages.itemsize
     together = jnp.int32(1)
-    for heads in range(2, rule.kv_heads + 1):
-        if rule.kv_heads % heads == 0:
+    for heads in range(2, config.kv_heads + 1):
+        if config.kv_heads % heads == 0:
             together = jnp.where(tokens * (row_bytes * heads) <= CACHED_BYTES, heads, together)
     return together
 
 
-def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
+def has_holes(arrays: AttentionArrays, config: Config, tiles: QueryTiles) -> Array:
     """Returns bool[N]: whether any page that the tile's request may read holds no keys."""
     tables = arrays.block_tables
-    columns = jnp.arange(tables.shape[1])[None] * rule.page_tokens
-    read = columns < rule.allocated_before(arrays.seq_lens, arrays.rank)[:, None]
+    columns = jnp.arange(tables.shape[1])[None] * config.page_tokens
+    read = columns < config.allocated_before(arrays.seq_lens, arrays.rank)[:, None]
     holes = read & ((tables < 0) | (tables >= arrays.pages.num_pages))
     return take(holes.any(axis=1), tiles.requests)

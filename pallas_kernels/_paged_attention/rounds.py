@@ -1,25 +1,25 @@
 """Tiles in rounds, so that the results of fixed segments take a bounded part of memory."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import FixedSplits
-from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles
+from pallas_kernels._paged_attention.tiles import QueryTiles
 
 WORKSPACE = 2**28  # bytes of the results of segments
 
 
-def in_rounds(
-    run: Callable[[QueryTiles, Array], Any],
+def in_rounds[T](
+    run: Callable[[QueryTiles, Array], T],
     tiles: QueryTiles,
     queries: Array,
-    rule: AttentionRule,
+    config: Config,
     fixed: FixedSplits | None,
-) -> Any:
+) -> T:
     """Attends from tiles, some at a time if they have more segments than fit into `WORKSPACE`.
 
     Args:
@@ -32,7 +32,7 @@ def in_rounds(
     """
     if fixed is None:
         return run(tiles, queries)
-    bytes_each = fixed.per_tile * 4 * queries.shape[1] * queries.shape[2] * (rule.value_width + 2)
+    bytes_each = fixed.per_tile * 4 * queries.shape[1] * queries.shape[2] * (config.value_width + 2)
     count, most = tiles.requests.shape[0], max(1, WORKSPACE // bytes_each)
     if count <= most:
         return run(tiles, queries)
@@ -40,9 +40,9 @@ def in_rounds(
     return in_parts(run, tiles, queries, -(-count // rounds))
 
 
-def in_parts(
-    run: Callable[[QueryTiles, Array], Any], tiles: QueryTiles, queries: Array, size: int
-) -> Any:
+def in_parts[T](
+    run: Callable[[QueryTiles, Array], T], tiles: QueryTiles, queries: Array, size: int
+) -> T:
     """Runs ``run`` over exactly so many tiles at a time; see `in_rounds`."""
     count = tiles.requests.shape[0]
     rounds = -(-count // size)
@@ -54,7 +54,7 @@ def in_parts(
     of_tiles = {
         name: cut(array)
         for name, array in tiles._asdict().items()
-        if name not in ("size", "of_token", "rows")
+        if name not in ("size", "token_tiles", "rows")
     }
     found = lax.map(lambda part: run(tiles._replace(**part[0]), part[1]), (of_tiles, cut(queries)))
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:])[:count], found)

@@ -4,15 +4,16 @@ from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Int32
 
 from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, PrefillTile, has_holes
+from pallas_kernels._paged_attention.requests import SharedPrefixes
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import STEP, Link, TaskMap, running_sum
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
-    AttentionRule,
     QueryTiles,
-    SharedPrefixes,
     count_ended,
     one_query_each,
 )
@@ -22,43 +23,43 @@ MAX_LATENT_GROUP = 32  # query heads of latent rows
 
 
 class SharedTiles(NamedTuple):
-    """N tiles of the parts that requests share, and where each of B requests is in them.
+    """Tiles of the parts that requests share, and where each request is in them.
 
     tiles: rows of a tile are queries of ``size`` requests of one group; all see keys 0 to ``ends``.
-    requests: int32[N, size], the request of each query of a tile; any, past its count.
-    of_request: int32[B], the tile of each request; -1 for none.
-    slots: int32[B], the place of each request in its tile.
-    lens: int32[B], shared tokens of each request; 0 for none.
+    requests: the request of each query of a tile; any, past its count.
+    request_tiles: the tile of each request; -1 for none.
+    slots: the slot of each request in its tile.
+    lens: shared tokens of each request; 0 for none.
     """
 
     tiles: QueryTiles
-    requests: Array
-    of_request: Array
-    slots: Array
-    lens: Array
+    requests: Int32[Array, "tiles size"]
+    request_tiles: Int32[Array, " requests"]
+    slots: Int32[Array, " requests"]
+    lens: Int32[Array, " requests"]
 
 
 class SharedSplits(NamedTuple):
-    """The segments of shared tiles, and which of them each of B requests takes a part in.
+    """The splits of shared tiles, and which of them each request takes a part in.
 
-    links: int32[B, 3], a `Link` per row.
-    segments: of the shared tiles.
+    links: a `Link` per row.
+    splits: of the shared tiles.
     """
 
-    links: Array
-    splits: PartialSoftmax
+    links: Int32[Array, "requests 3"]
+    splits: PartialSoftmax[Array]
 
     @classmethod
-    def of(
-        cls, rule: AttentionRule, shared: SharedTiles, spans: Array, splits: PartialSoftmax
+    def from_tiles(
+        cls, config: Config, shared: SharedTiles, spans: Array, splits: PartialSoftmax[Array]
     ) -> Self:
         """Returns the segments, given int32[N, 2]: the first of each tile, and their number."""
-        found = shared.of_request >= 0
-        span = spans[jnp.maximum(shared.of_request, 0)]
+        found = shared.request_tiles >= 0
+        span = spans[jnp.maximum(shared.request_tiles, 0)]
         link = Link(
             first_split=span[:, 0],
             num_splits=jnp.where(found, span[:, 1], 0),
-            first_row=shared.slots * row_stride(rule),
+            first_row=shared.slots * row_stride(config),
         )
         return cls(jnp.stack(link, axis=1), splits)
 
@@ -67,26 +68,24 @@ class SharedSplits(NamedTuple):
         return tasks._replace(tiles=jnp.concatenate([tasks.tiles, self.links], axis=1))
 
 
-def row_stride(rule: AttentionRule) -> int:
+def row_stride(config: Config) -> int:
     """Returns the rows from one request of a tile to the next: even, as pairs are loaded."""
-    return rule.group + rule.group % 2
+    return config.group + config.group % 2
 
 
-def is_worth_sharing(rule: AttentionRule) -> bool:
+def is_worth_sharing(config: Config) -> bool:
     """Returns whether reading takes longer than the products of latent rows, of which some do."""
-    return not rule.values_in_keys or rule.group <= MAX_LATENT_GROUP
+    return not config.values_in_keys or config.group <= MAX_LATENT_GROUP
 
 
-def tile_size(rule: AttentionRule) -> int:
+def tile_size(config: Config) -> int:
     """Returns the requests of a tile: as many as fill its rows."""
-    return max(1, (LATENT_ROWS if rule.values_in_keys else QUERIES) // row_stride(rule))
+    return max(1, (LATENT_ROWS if config.values_in_keys else QUERIES) // row_stride(config))
 
 
-def tile_shared(
-    arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
-) -> SharedTiles:
+def tile_shared(arrays: AttentionArrays, config: Config, shared: SharedPrefixes) -> SharedTiles:
     """Cuts groups of requests into tiles of as many as fill the rows of one."""
-    size, batch = tile_size(rule), arrays.block_tables.shape[0]
+    size, batch = tile_size(config), arrays.block_tables.shape[0]
     ends = jnp.clip(shared.ends, 0, shared.members.shape[0])
     counts = jnp.maximum(jnp.diff(ends, prepend=0), 0)
     begins = ends - counts
@@ -111,7 +110,7 @@ def tile_shared(
         counts=jnp.where(used, jnp.minimum(ends[of_tile] - first, size), 0),
         ends=jnp.where(used, lens[of_tile], 0),
         **dict.fromkeys(("tokens", "skips", "positions", "chunk_offsets", "ranks"), zeros),
-        **dict.fromkeys(("begins", "of_token", "rows"), zeros),
+        **dict.fromkeys(("begins", "token_tiles", "rows"), zeros),
     )
     # The place of each request among the members, found by comparison: one kernel, no scatter.
     is_place = known & (lens[group] > 0)
@@ -122,14 +121,14 @@ def tile_shared(
     return SharedTiles(
         tiles,
         requests=members.at[first[:, None] + slots].get(mode="clip"),
-        of_request=jnp.where(found, first_tiles[group_of] + within // size, -1),
+        request_tiles=jnp.where(found, first_tiles[group_of] + within // size, -1),
         slots=jnp.where(found, within % size, 0),
         lens=jnp.where(found, lens[group_of], 0),
     )
 
 
 def split_shared(
-    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, keys: int, workers: int
+    arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int, workers: int
 ) -> tuple[Array, Array]:
     """Divides the keys of N tiles into about as many equal segments as there are lanes.
 
@@ -148,13 +147,13 @@ def split_shared(
     of = jnp.minimum(count_ended(ends, index), steps.shape[0] - 1)
     first = (index - (ends - counts)[of]) * each
     last = jnp.minimum(first + each, steps[of])
-    holed = has_holes(arrays, rule, tiles)[of]
+    holed = has_holes(arrays, config, tiles)[of]
     zeros = jnp.zeros_like(index)
     kv_split = PrefillTile(
         index=index,
         request=tiles.requests[of],
         octet=of * (QUERIES // 8),
-        count=tiles.counts[of] * row_stride(rule),
+        count=tiles.counts[of] * row_stride(config),
         end=tiles.ends[of],
         first_step=first,
         full_begin=first,
@@ -162,16 +161,16 @@ def split_shared(
         last_step=last,
         has_holes=holed.astype(jnp.int32),
         num_tiles=zeros + ends[-1],
-        heads_together=zeros + rule.kv_heads,
+        heads_together=zeros + config.kv_heads,
         first_row=jnp.broadcast_to(arrays.pages.first_row(), index.shape),
         **dict.fromkeys(("skip", "position", "chunk_offset", "rank", "begin"), zeros),
     )
     return jnp.stack(kv_split, axis=1), jnp.stack([ends - counts, counts], axis=1)
 
 
-def own_tiles(arrays: AttentionArrays, rule: AttentionRule, shared: SharedTiles) -> QueryTiles:
+def own_tiles(arrays: AttentionArrays, config: Config, shared: SharedTiles) -> QueryTiles:
     """Returns one tile per request, of the keys that are not in a shared part."""
-    tiles = one_query_each(arrays, rule)
+    tiles = one_query_each(arrays, config)
     return tiles._replace(begins=jnp.maximum(tiles.begins, shared.lens))
 
 

@@ -14,8 +14,10 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32
 
-from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles, count_ended
+from pallas_kernels._paged_attention.rule import Config
+from pallas_kernels._paged_attention.tiles import QueryTiles, count_ended
 
 STEP = 64  # keys of a step
 MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
@@ -23,11 +25,11 @@ MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
 SPLIT, LATENT_SPLIT = 16, 32
 
 
-def split_steps(rule: AttentionRule) -> int | None:
+def split_steps(config: Config) -> int | None:
     """Returns the steps of a fixed segment; None if lanes decide where a segment ends."""
-    if not rule.reproducible:
+    if not config.reproducible:
         return None
-    return LATENT_SPLIT if rule.values_in_keys else SPLIT
+    return LATENT_SPLIT if config.values_in_keys else SPLIT
 
 
 class Tile(NamedTuple):
@@ -106,13 +108,13 @@ class Worker(NamedTuple):
 class TaskMap(NamedTuple):
     """The work of a call.
 
-    tiles: int32[N, ...], a `Tile` per row.
-    lanes: int32[L, 4], a `Worker` per row.
-    num_splits: the most segments that there can be.
+    tiles: a `Tile` per row.
+    workers: a `Worker` per row.
+    num_splits: the most splits that there can be.
     """
 
-    tiles: Array
-    workers: Array
+    tiles: Int32[Array, "tiles fields"]
+    workers: Int32[Array, "workers fields"]
     num_splits: int
 
 
@@ -183,12 +185,12 @@ class FixedSplits(NamedTuple):
     per_tile: int
 
     @classmethod
-    def of(cls, rule: AttentionRule, table_width: int) -> Self | None:
+    def from_config(cls, config: Config, table_width: int) -> Self | None:
         """Returns the segments of a call; None if lanes decide where a segment ends."""
-        steps = split_steps(rule)
+        steps = split_steps(config)
         if steps is None:
             return None
-        return cls(steps, -(-table_width * rule.page_tokens // (steps * STEP)))
+        return cls(steps, -(-table_width * config.page_tokens // (steps * STEP)))
 
 
 def _to_splits(line: tuple[Array, Array, Array], places: Array, fixed: FixedSplits) -> Array:

@@ -4,15 +4,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float
 
+from pallas_kernels._paged_attention.requests import SharedPrefixes
 from pallas_kernels._paged_attention.rounds import in_parts
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import SharedTiles, own_tiles, tile_shared
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
-    AttentionRule,
     Cut,
     QueryTiles,
-    SharedPrefixes,
     cut_queries,
     one_query_each,
 )
@@ -26,38 +27,41 @@ Running = tuple[Array, Array, Array]  # highest score, sum of weights, weighted 
 
 
 class _Round(NamedTuple):
-    """Some blocks of every tile: S keys of N tiles of Q queries."""
+    """Some blocks of every tile, and the keys that each query sees."""
 
-    rows: Array  # [N, S, kv_heads, K + V]
-    seen: Array  # bool[N, Q, S]
+    rows: Float[Array, "tiles keys kv_heads width"]
+    seen: Bool[Array, "tiles queries keys"]
 
 
-def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
+def attend_xla(arrays: AttentionArrays, config: Config) -> tuple[Array, Array]:
     """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp."""
     if arrays.shared is not None:
-        return _attend_shared(arrays, rule, arrays.shared)
-    tiles = _cut(arrays, rule)
-    queries = _tile_queries(arrays.queries, tiles, rule)
-    if not rule.reproducible:
-        return _finish(_attend(arrays, rule, tiles, queries), tiles, rule, arrays.value_scale)
+        return _attend_shared(arrays, config, arrays.shared)
+    tiles = _cut(arrays, config)
+    queries = _tile_queries(arrays.queries, tiles, config)
+    if not config.reproducible:
+        return _finish(_attend(arrays, config, tiles, queries), tiles, config, arrays.value_scale)
     # XLA's code, and with it the bits, depends on shapes: those of a part are always the same.
     running = in_parts(
-        lambda tiles, queries: _attend(arrays, rule, tiles, queries), tiles, queries, TILES_AT_ONCE
+        lambda tiles, queries: _attend(arrays, config, tiles, queries),
+        tiles,
+        queries,
+        TILES_AT_ONCE,
     )
-    return _finish(running, tiles, rule, arrays.value_scale)
+    return _finish(running, tiles, config, arrays.value_scale)
 
 
 def _attend_shared(
-    arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
+    arrays: AttentionArrays, config: Config, shared: SharedPrefixes
 ) -> tuple[Array, Array]:
     """Attends to what requests share for all of them together, and to the rest for each."""
-    parts = tile_shared(arrays, rule, shared)
-    queries = _split_heads(arrays.queries[parts.requests], rule)
+    parts = tile_shared(arrays, config, shared)
+    queries = _split_heads(arrays.queries[parts.requests], config)
     of_group = _attend(
-        arrays._replace(sinks=None), rule._replace(causal=False), parts.tiles, queries
+        arrays._replace(sinks=None), config.replace(causal=False), parts.tiles, queries
     )
-    tiles = own_tiles(arrays, rule, parts)
-    own = _attend(arrays, rule, tiles, _tile_queries(arrays.queries, tiles, rule))
+    tiles = own_tiles(arrays, config, parts)
+    own = _attend(arrays, config, tiles, _tile_queries(arrays.queries, tiles, config))
     common = [  # [B, kv_heads, group, 1, ...]
         _of_requests(array, parts, nothing)[:, :, :, None]
         for array, nothing in zip(of_group, (-jnp.inf, 0.0, 0.0), strict=True)
@@ -66,66 +70,64 @@ def _attend_shared(
     weights = [jnp.exp(part[0] - _finite(highest)) for part in (own, common)]
     total = own[1] * weights[0] + common[1] * weights[1]
     out = own[2] * weights[0][..., None] + common[2] * weights[1][..., None]
-    return _finish((highest, total, out), tiles, rule, arrays.value_scale)
+    return _finish((highest, total, out), tiles, config, arrays.value_scale)
 
 
 def _of_requests(array: Array, parts: SharedTiles, nothing: float) -> Array:
     """Returns [B, ...]: what an array of tiles holds of each request that shares something."""
-    part = array[parts.of_request, :, :, parts.slots]
+    part = array[parts.request_tiles, :, :, parts.slots]
     # The last tile stands for none, and may hold NaN.
-    return jnp.where((parts.of_request < 0).reshape(-1, *[1] * (part.ndim - 1)), nothing, part)
+    return jnp.where((parts.request_tiles < 0).reshape(-1, *[1] * (part.ndim - 1)), nothing, part)
 
 
-def _attend(
-    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, queries: Array
-) -> Running:
+def _attend(arrays: AttentionArrays, config: Config, tiles: QueryTiles, queries: Array) -> Running:
     """Returns the softmax of queries, [N, kv_heads, group, Q, K]."""
     compute = _compute_dtype(arrays)
 
     def one_round(i: Array, running: Running) -> Running:
-        rows, seen = _gather(arrays, tiles, rule, i)
-        if rule.row_packing is not None:
-            rows = rule.packed_row.unpack(rows)
+        rows, seen = _gather(arrays, tiles, config, i)
+        if config.row_packing is not None:
+            rows = config.packed_row.unpack(rows)
         rows = rows.astype(compute)
-        keys = rows[..., : rule.key_width]
-        values = rows[..., rule.first_value : rule.first_value + rule.value_width]
+        keys = rows[..., : config.key_width]
+        values = rows[..., config.first_value : config.first_value + config.value_width]
         # Unseen bytes may be NaN, and 0 * NaN is NaN, so values are masked, too.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0)
-        scores = _scores(queries.astype(compute), keys, rule, arrays.key_scale)
+        scores = _scores(queries.astype(compute), keys, config, arrays.key_scale)
         return _accumulate(running, scores, values, seen)
 
-    span = _blocks_at_once(arrays, tiles, rule) * rule.page_tokens
-    tokens = tiles.ends - tiles.begins // rule.page_tokens * rule.page_tokens
+    span = _blocks_at_once(arrays, tiles, config) * config.page_tokens
+    tokens = tiles.ends - tiles.begins // config.page_tokens * config.page_tokens
     num_rounds = (jnp.max(tokens, initial=0) + (span - 1)) // span
-    return lax.fori_loop(0, num_rounds, one_round, _start(queries, rule, arrays.sinks))
+    return lax.fori_loop(0, num_rounds, one_round, _start(queries, config, arrays.sinks))
 
 
-def _cut(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
+def _cut(arrays: AttentionArrays, config: Config) -> QueryTiles:
     """Cuts the queries into tiles of about as many queries as the requests have.
 
     For reproducible bits, each query has a tile and rounds of its own: what it reads, and in which
     order, then depends on its position alone.
     """
     if arrays.query_start_loc is None:
-        return one_query_each(arrays, rule)
-    if rule.reproducible:
-        return cut_queries(arrays, rule, Cut(1))
+        return one_query_each(arrays, config)
+    if config.reproducible:
+        return cut_queries(arrays, config, Cut(1))
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
-    return cut_queries(arrays, rule, Cut(min(MAX_TILE, 1 << (per_request - 1).bit_length())))
+    return cut_queries(arrays, config, Cut(min(MAX_TILE, 1 << (per_request - 1).bit_length())))
 
 
-def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule) -> int:
+def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, config: Config) -> int:
     num_tiles, width = tiles.requests.shape[0], arrays.block_tables.shape[1]
-    row_bytes = 4 * rule.kv_heads * rule.row_width
-    room = ROUND_BYTES // (row_bytes * rule.page_tokens * num_tiles)
-    if rule.reproducible:
-        return -(-KEYS_AT_ONCE // rule.page_tokens)
-    return max(1, min(width, -(-KEYS_AT_ONCE // rule.page_tokens), room))
+    row_bytes = 4 * config.kv_heads * config.row_width
+    room = ROUND_BYTES // (row_bytes * config.page_tokens * num_tiles)
+    if config.reproducible:
+        return -(-KEYS_AT_ONCE // config.page_tokens)
+    return max(1, min(width, -(-KEYS_AT_ONCE // config.page_tokens), room))
 
 
-def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: Array) -> _Round:
+def _gather(arrays: AttentionArrays, tiles: QueryTiles, config: Config, i: Array) -> _Round:
     """Returns the rows of round i; each tile begins with the first block that it sees."""
-    blocks, tokens = _blocks_at_once(arrays, tiles, rule), rule.page_tokens
+    blocks, tokens = _blocks_at_once(arrays, tiles, config), config.page_tokens
     columns = i * blocks + jnp.arange(blocks)[None]
     columns = columns + (tiles.begins // tokens)[:, None]
     ids = arrays.block_tables.at[tiles.requests[:, None], columns].get(
@@ -138,22 +140,22 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
     keys, held = keys.reshape(ids.shape[0], 1, -1), jnp.repeat(held, tokens, axis=1)[:, None]
     inner = jnp.arange(tiles.size)[None]
     seen = held & (keys >= tiles.begins[:, None, None]) & (keys < tiles.ends[:, None, None])
-    if rule.causal:
+    if config.causal:
         queries = (tiles.positions[:, None] + inner)[:, :, None]
-        seen &= keys < rule.allocated_before(queries + 1, arrays.rank)
-        seen &= keys >= rule.first_visible(queries, tiles.chunk_offsets[:, None, None])
+        seen &= keys < config.allocated_before(queries + 1, arrays.rank)
+        seen &= keys >= config.first_visible(queries, tiles.chunk_offsets[:, None, None])
     return _Round(rows, seen & (inner < tiles.counts[:, None])[:, :, None])
 
 
-def _tile_queries(queries: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
+def _tile_queries(queries: Array, tiles: QueryTiles, config: Config) -> Array:
     """Returns [N, kv_heads, group, Q, K]; places past a tile's queries hold other queries."""
     inner = jnp.arange(tiles.size)
-    return _split_heads(queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip"), rule)
+    return _split_heads(queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip"), config)
 
 
-def _split_heads(tiled: Array, rule: AttentionRule) -> Array:
+def _split_heads(tiled: Array, config: Config) -> Array:
     """Returns [N, kv_heads, group, Q, K] of [N, Q, heads, K]."""
-    tiled = tiled.reshape(*tiled.shape[:2], rule.kv_heads, rule.group, rule.key_width)
+    tiled = tiled.reshape(*tiled.shape[:2], config.kv_heads, config.group, config.key_width)
     return jnp.moveaxis(tiled, 1, 3)
 
 
@@ -165,7 +167,7 @@ def _compute_dtype(arrays: AttentionArrays) -> jnp.dtype:
     return jnp.dtype(jnp.float32)
 
 
-def _scores(queries: Array, keys: Array, rule: AttentionRule, key_scale: Array) -> Array:
+def _scores(queries: Array, keys: Array, config: Config, key_scale: Array) -> Array:
     """Returns float32[N, kv_heads, group, Q, S]."""
     scores = jnp.einsum(
         "nhgqk,nshk->nhgqs",
@@ -174,9 +176,9 @@ def _scores(queries: Array, keys: Array, rule: AttentionRule, key_scale: Array) 
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
     )
-    scores = scores * (key_scale * rule.scale)[None, :, None, None, None]
-    if rule.soft_cap is not None:
-        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
+    scores = scores * (key_scale * config.scale)[None, :, None, None, None]
+    if config.soft_cap is not None:
+        scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
     return scores
 
 
@@ -198,35 +200,35 @@ def _accumulate(running: Running, scores: Array, values: Array, seen: Array) -> 
     return new_highest, total, out * shrink[..., None] + added
 
 
-def _start(queries: Array, rule: AttentionRule, sinks: Array | None) -> Running:
+def _start(queries: Array, config: Config, sinks: Array | None) -> Running:
     """Returns the softmax before the first key: empty, or with the sinks."""
     shape = queries.shape[:-1]
-    out = jnp.zeros((*shape, rule.value_width), jnp.float32)
+    out = jnp.zeros((*shape, config.value_width), jnp.float32)
     if sinks is None:
         return jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32), out
-    logits = sinks.reshape(1, rule.kv_heads, rule.group, 1)
+    logits = sinks.reshape(1, config.kv_heads, config.group, 1)
     total = (logits > -jnp.inf).astype(jnp.float32)
     return jnp.broadcast_to(logits, shape), jnp.broadcast_to(total, shape), out
 
 
 def _finish(
-    running: Running, tiles: QueryTiles, rule: AttentionRule, value_scale: Array
+    running: Running, tiles: QueryTiles, config: Config, value_scale: Array
 ) -> tuple[Array, Array]:
     """Returns the output and the log-sum-exp of every token; zeros and -inf for padding."""
     highest, total, out = running
     out = out / jnp.where(total > 0, total, 1)[..., None]
     out = out * value_scale[None, :, None, None, None]
     lse = jnp.log(total) + _finite(highest)
-    heads = rule.kv_heads * rule.group
+    heads = config.kv_heads * config.group
 
-    def of_token(array: Array, fill: float) -> Array:
+    def token_tiles(array: Array, fill: float) -> Array:
         flat = jnp.moveaxis(array, 3, 1).reshape(-1, heads, *array.shape[4:])
-        index = jnp.where(tiles.of_token < 0, flat.shape[0], tiles.of_token * tiles.size)
+        index = jnp.where(tiles.token_tiles < 0, flat.shape[0], tiles.token_tiles * tiles.size)
         return flat.at[index + tiles.rows].get(
             mode="fill", fill_value=fill, wrap_negative_indices=False
         )
 
-    return of_token(out, 0).astype(rule.out_dtype), of_token(lse, -jnp.inf)
+    return token_tiles(out, 0).astype(config.out_dtype), token_tiles(lse, -jnp.inf)
 
 
 def _finite(highest: Array) -> Array:

@@ -1,13 +1,13 @@
 """Checks of the arguments of the recurrent layers."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels._arguments import as_array, as_dtype, as_number, check_type, shown
 from pallas_kernels._recurrence.pages import StatePages
+from pallas_kernels._recurrence.requests import RequestStates
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -15,9 +15,9 @@ WIDTHS = (2, 3, 4)
 
 
 def check_tokens(
-    inputs: Any,
-    log_decay: Any,
-    beta: Any,
+    inputs: Array,
+    log_decay: Array,
+    beta: Array,
     states: StatePages,
     key_heads: int,
     *,
@@ -59,23 +59,17 @@ def check_tokens(
     return rule, Tokens(inputs, log_decay, beta, states)
 
 
-def check_requests(
-    inputs: Array,
-    read_ids: Any,
-    write_ids: Any,
-    query_start_loc: Any,
-    query_lens: Any,
-    write_after: Any,
-    max_query_len: int | None,
-) -> tuple[Requests, int]:
+def check_requests(inputs: Array, given: RequestStates) -> tuple[Requests, int]:
     """Checks the requests of a call, and returns them and the most tokens of one."""
-    read_ids = _as_int32("read_ids", read_ids, (None,))
+    check_type(RequestStates, requests=given)
+    read_ids, write_ids = _as_int32("read_ids", given.read_ids, (None,)), given.write_ids
+    query_start_loc, max_query_len = given.query_start_loc, given.max_query_len
     batch = read_ids.shape[0]
     if jnp.ndim(write_ids) == 1:
         write_ids = _as_int32("write_ids", write_ids, (batch,))[:, None]
     write_ids = _as_int32("write_ids", write_ids, (batch, None))
     count, writes = inputs.shape[0], write_ids.shape[1]
-    if write_after is None and writes != 1:
+    if given.write_after is None and writes != 1:
         raise ValueError(
             f"write_ids has {writes} pages for each request; pass write_after, which says after "
             "how many tokens each of them is written"
@@ -90,22 +84,22 @@ def check_requests(
                 f"inputs has {count} tokens for {batch} requests; pass query_start_loc, because "
                 "without it each request has one token"
             )
-        if write_after is None and query_lens is None:
+        if given.write_after is None and given.query_lens is None:
             return Requests(read_ids, write_ids), 1
         query_start_loc = jnp.arange(batch + 1, dtype=jnp.int32)
         max_query_len = 1
     starts = _as_int32("query_start_loc", query_start_loc, (batch + 1,))
-    counts = jnp.diff(starts)
-    if query_lens is not None:
-        counts = _as_int32("query_lens", query_lens, (batch,))
-    if write_after is not None:
-        write_after = _as_int32("write_after", write_after, (batch, writes))
+    counts, write_after = jnp.diff(starts), None
+    if given.query_lens is not None:
+        counts = _as_int32("query_lens", given.query_lens, (batch,))
+    if given.write_after is not None:
+        write_after = _as_int32("write_after", given.write_after, (batch, writes))
     most = count if max_query_len is None else min(count, max_query_len)
     spans = Spans(starts[:-1], counts, write_after)
     return Requests(read_ids, write_ids, spans), most
 
 
-def check_convolution(conv: Convolution | None, inputs: Array, data: Any) -> None:
+def check_convolution(conv: Convolution | None, inputs: Array, data: Array) -> None:
     """Checks a convolution over these inputs, whose pages lie in ``data``."""
     if conv is None:
         return
@@ -177,7 +171,7 @@ def _check_floats(**arrays: Array) -> None:
         as_dtype(name, array.dtype, DTYPES)
 
 
-def _as_int32(name: str, array: Any, shape: tuple[int | None, ...]) -> Array:
+def _as_int32(name: str, array: Array, shape: tuple[int | None, ...]) -> Array:
     """Returns ids or lengths as a `jax.Array`; checks the dtype first, which jax would change."""
     dtype, given = getattr(array, "dtype", type(array).__name__), jnp.shape(array)
     fits = len(given) == len(shape) and all(

@@ -1,11 +1,11 @@
 """Recurrent layers over states in pages."""
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float, Shaped
 
 from pallas_kernels._arguments import as_array, as_dtype, check_type
 from pallas_kernels._capability import Implementation, Kernel
@@ -24,29 +24,27 @@ from pallas_kernels._recurrence.limits import (
     why_not_step,
 )
 from pallas_kernels._recurrence.pages import StatePages
+from pallas_kernels._recurrence.requests import RequestStates
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.xla import recur_xla
 
+Data = Shaped[Array, "extents elements"]
+
 
 def gated_delta_rule(
-    inputs: Any,
-    log_decay: Any,
-    beta: Any,
+    inputs: Float[Array, "tokens columns"],
+    log_decay: Float[Array, "tokens value_heads"] | Float[Array, "tokens value_heads key_size"],
+    beta: Float[Array, "tokens value_heads"],
     states: StatePages,
-    read_ids: Any,
-    write_ids: Any,
-    query_start_loc: Any = None,
+    requests: RequestStates,
     *,
     num_key_heads: int,
     convolution: Convolution | None = None,
     scale: float | None = None,
     normalize: bool = True,
-    query_lens: Any = None,
-    write_after: Any = None,
-    max_query_len: int | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Data, Float[Array, "tokens value_heads value_size"]]:
     """Runs a gated delta rule over the tokens of each request, and its states in pages.
 
     Example::
@@ -55,31 +53,31 @@ def gated_delta_rule(
         states = pallas_kernels.StatePages(data, jnp.float32, (2, 64, 64), num_pages=9)
         inputs = jnp.ones((3, 2 * 64 + 2 * 64))                # one token for each of 3 requests
         ids = jnp.array([4, 2, 7], jnp.int32)
+        requests = pallas_kernels.RequestStates(read_ids=ids, write_ids=ids)
         data, out = pallas_kernels.gated_delta_rule(
-            inputs, jnp.zeros((3, 2)), jnp.ones((3, 2)), states, ids, ids, num_key_heads=1
+            inputs, jnp.zeros((3, 2)), jnp.ones((3, 2)), states, requests, num_key_heads=1
         )                                                      # [3, 2, 64]
 
     The state S of a value head becomes ``S' = a S + beta (v - a S k) k^T``, and the output is
     ``S' q``, with ``a = exp(log_decay)`` (Gated DeltaNet, arXiv:2412.06464), for each key channel
     by itself if ``log_decay`` has key channels (Kimi Linear, arXiv:2510.26692). Products and sums
-    are float32; those of prompts are of the precision that jax chooses for float32.
+    are float32; in prompts, jax chooses their precision.
 
     In place if ``states.data`` is donated. Works in ``jit``, ``scan`` and ``shard_map`` (with
     ``check_vma=False``).
 
     Args:
-      inputs: float[T, columns], queries [key_heads * K], keys, and values [value_heads * V] side by
-        side; value head h has key head ``h * key_heads // value_heads``.
-      log_decay: float[T, value_heads], or [T, value_heads, K]; at most 0.
-      beta: float[T, value_heads].
+      inputs: queries [key_heads * K], keys, and values [value_heads * V] side by side; value head h
+        has key head ``h * key_heads // value_heads``.
+      log_decay: at most 0.
       states: [value_heads, V, K] in pages, float32, bfloat16 or float16.
+      requests: the pages that each request reads and writes, and its tokens.
       num_key_heads: heads of queries and of keys.
       convolution: a convolution that comes first; its pages lie in the same ``data``.
       scale: factor of the queries; None: ``K ** -0.5``.
       normalize: whether queries and keys are divided by their l2 norm.
-      out_dtype: dtype of the output; None: that of inputs.
-      read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len, implementation:
-        as for `causal_conv1d`.
+      out_dtype: dtype of the output; None: the dtype of inputs.
+      implementation: as for `causal_conv1d`.
 
     Returns:
       ``states.data`` with the states written, and [T, value_heads, V]: zeros for padding.
@@ -90,32 +88,23 @@ def gated_delta_rule(
     rule, tokens = check_tokens(
         inputs, log_decay, beta, states, num_key_heads, delta=True, normalize=normalize, scale=scale
     )
-    requests, most = check_requests(
-        tokens.inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
-    )
-    check_convolution(convolution, tokens.inputs, states.data)
-    return _run(rule, tokens, requests, convolution, most, out_dtype, implementation)
+    return _run(rule, tokens, requests, convolution, out_dtype, implementation)
 
 
 def selective_scan(
-    inputs: Any,
-    log_decay: Any,
-    steps: Any,
+    inputs: Float[Array, "tokens columns"],
+    log_decay: Float[Array, "tokens heads"],
+    steps: Float[Array, "tokens heads"],
     states: StatePages,
-    read_ids: Any,
-    write_ids: Any,
-    query_start_loc: Any = None,
+    requests: RequestStates,
     *,
     num_groups: int,
     convolution: Convolution | None = None,
     scale: float = 1.0,
     values_first: bool = True,
-    query_lens: Any = None,
-    write_after: Any = None,
-    max_query_len: int | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Data, Float[Array, "tokens heads value_size"]]:
     """Runs a linear recurrence with decay over the tokens of each request: Mamba-2, for one.
 
     The state S of a head becomes ``S' = a S + step x b^T``, and the output is ``S' c``, with ``a =
@@ -123,16 +112,16 @@ def selective_scan(
     A``; linear attention with a decay for each head, with steps of 1).
 
     Args:
-      inputs: float[T, columns], x [heads * V], b [groups * K] and c side by side; or in reverse
-        order, c, b, x (queries, keys and values), without ``values_first``.
-      log_decay, steps: float[T, heads].
+      inputs: x [heads * V], b [groups * K] and c side by side; or in reverse order, c, b, x
+        (queries, keys and values), without ``values_first``.
+      log_decay: at most 0.
       states: [heads, V, K] in pages, float32, bfloat16 or float16.
+      requests: the pages that each request reads and writes, and its tokens.
       num_groups: groups of heads that share b and c.
       scale: factor of c.
       values_first: as above.
       convolution, out_dtype: as for `gated_delta_rule`.
-      read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len, implementation:
-        as for `causal_conv1d`.
+      implementation: as for `causal_conv1d`.
 
     Returns:
       ``states.data`` with the states written, and [T, heads, V]: zeros for padding.
@@ -147,25 +136,16 @@ def selective_scan(
         scale=scale,
         values_first=values_first,
     )
-    requests, most = check_requests(
-        tokens.inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
-    )
-    check_convolution(convolution, tokens.inputs, states.data)
-    return _run(rule, tokens, requests, convolution, most, out_dtype, implementation)
+    return _run(rule, tokens, requests, convolution, out_dtype, implementation)
 
 
 def causal_conv1d(
-    inputs: Any,
+    inputs: Float[Array, "tokens channels"],
     convolution: Convolution,
-    read_ids: Any,
-    write_ids: Any,
-    query_start_loc: Any = None,
+    requests: RequestStates,
     *,
-    query_lens: Any = None,
-    write_after: Any = None,
-    max_query_len: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Data, Float[Array, "tokens channels"]]:
     """Convolves each channel over the tokens of a request, and keeps its last inputs in pages.
 
     ``out[t] = sum_i weights[width - 1 - i] * inputs[t - i] + bias``, followed by SiLU if the
@@ -174,17 +154,8 @@ def causal_conv1d(
     In place if ``convolution.pages.data`` is donated.
 
     Args:
-      inputs: float[T, channels].
       convolution: pages, weights and bias.
-      read_ids: int32[B], the page that each request resumes from. Other ids than pages', like -1
-        of a fresh request: it starts from zeros, whatever any page holds.
-      write_ids: int32[B], or [B, W], the pages that take its states; other ids write nothing. No
-        page may be written twice, or be written by one request and read by another.
-      query_start_loc: int32[B + 1], the first token of each request; None: one token each.
-      query_lens: int32[B], tokens of each request; None: all up to the next one's.
-      write_after: int32[B, W], after how many of the request's tokens the state is written, each
-        from 1 to their number; others write nothing. None: after the last one, to a single page.
-      max_query_len: most tokens of a request; None: T. Up to 8 of them take a faster kernel.
+      requests: the pages that each request reads and writes, and its tokens.
       implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for arguments that it
         supports, if the program is compiled for a GPU that supports it; else XLA.
 
@@ -200,17 +171,14 @@ def causal_conv1d(
     """
     check_type(Convolution, convolution=convolution)
     inputs = as_array("inputs", inputs)
-    requests, most = check_requests(
-        inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
-    )
+    checked, most = check_requests(inputs, requests)
     check_convolution(convolution, inputs, convolution.pages.data)
-    if not inputs.size or not requests.batch:
+    if not inputs.size or not checked.batch:
         return convolution.pages.data, jnp.zeros_like(inputs)
-    unsupported = why_not_convolution(convolution)
-    given = convolution, inputs, requests
+    given = convolution, inputs, checked
     return choose(
         implementation,
-        unsupported,
+        why_not_convolution(convolution),
         kernels=["convolution"],
         mosaic_gpu=functools.partial(_convolve_mosaic, *given, most),
         xla=functools.partial(_convolve_xla, *given),
@@ -220,12 +188,13 @@ def causal_conv1d(
 def _run(
     rule: Rule,
     tokens: Tokens,
-    requests: Requests,
+    given_requests: RequestStates,
     conv: Convolution | None,
-    most: int,
     out_dtype: DTypeLike | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
+    requests, most = check_requests(tokens.inputs, given_requests)
+    check_convolution(conv, tokens.inputs, tokens.states.data)
     out = as_dtype("out_dtype", tokens.inputs.dtype if out_dtype is None else out_dtype, DTYPES)
     if not tokens.inputs.size or not requests.batch:
         shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)
@@ -270,14 +239,23 @@ def _convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple
     return data, _of_requests(requests, conv.pages, out)
 
 
-def _run_mosaic(*given: Any) -> tuple[Array, Array]:
+def _run_mosaic(
+    rule: Rule,
+    tokens: Tokens,
+    requests: Requests,
+    conv: Convolution | None,
+    most: int,
+    out: jnp.dtype,
+) -> tuple[Array, Array]:
     from pallas_kernels._recurrence.mosaic import run_mosaic
 
-    return run_mosaic(*given)
+    return run_mosaic(rule, tokens, requests, conv, most, out)
 
 
-def _convolve_mosaic(*given: Any) -> tuple[Array, Array]:
+def _convolve_mosaic(
+    conv: Convolution, inputs: Array, requests: Requests, most: int
+) -> tuple[Array, Array]:
     from pallas_kernels._recurrence.mosaic import clear_padding, convolve_mosaic
 
-    data, out = convolve_mosaic(*given)
-    return data, clear_padding(given[2], out)
+    data, out = convolve_mosaic(conv, inputs, requests, most)
+    return data, clear_padding(requests, out)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Int32
 
 from pallas_kernels._recurrence.rule import Requests, Spans
 
@@ -11,23 +12,22 @@ CHUNK = 64  # tokens of a tile, and most of a chunk
 
 
 class Chunks(NamedTuple):
-    """Up to N chunks, in the order of their tokens; entries from ``count`` on are undefined.
+    """Chunks, in the order of their tokens; entries from ``count`` on are undefined.
 
-    first, end: int32[N], tokens.
-    is_first: bool[N], whether a chunk is the first one of its request.
-    read_ids: int32[N], the page that its request resumes from.
-    write_ids: int32[N, W], the pages that take the state after the chunk; -1: none.
-    begins: int32[B + 1], the first chunk of each request, and ``count`` at last.
-    count: int32[].
+    first, end: tokens.
+    is_first: whether a chunk is the first one of its request.
+    read_ids: the page that its request resumes from.
+    write_ids: the pages that take the state after the chunk; -1: none.
+    begins: the first chunk of each request, and ``count`` at last.
     """
 
-    first: Array
-    end: Array
-    is_first: Array
-    read_ids: Array
-    write_ids: Array
-    begins: Array
-    count: Array
+    first: Int32[Array, " chunks"]
+    end: Int32[Array, " chunks"]
+    is_first: Bool[Array, " chunks"]
+    read_ids: Int32[Array, " chunks"]
+    write_ids: Int32[Array, "chunks writes"]
+    begins: Int32[Array, " requests+1"]
+    count: Int32[Array, ""]
 
 
 def max_chunks(num_tokens: int, batch: int, writes: int, size: int) -> int:

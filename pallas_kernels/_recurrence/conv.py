@@ -3,7 +3,9 @@
 A thread block computes some channels of a request. It alone reads and writes their last inputs.
 """
 
-from typing import Any
+import functools
+import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import call_kernel, writable, written
+from pallas_kernels._mosaic import Ref, call_kernel, writable, written
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
 from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests
@@ -32,7 +34,7 @@ def convolve_step(
     extents = as_rows(pages.data, pages.dtype, pages.extent_bytes // pages.itemsize)
     start = pages.start // pages.itemsize
     ragged = requests.spans is not None
-    operands: list[Any] = [
+    operands = [
         jnp.asarray(pages.first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
@@ -43,7 +45,7 @@ def convolve_step(
     ]
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         rest = iter(refs)
         first, read_ids, write_ids = (next(rest) for _ in range(3))
         starts, counts, after = (next(rest) if ragged else None for _ in range(3))
@@ -54,14 +56,14 @@ def convolve_step(
         request, part = lax.div(index, parts), lax.rem(index, parts)
         place = pl.ds(pl.multiple_of(part * size, size), size)
 
-        def load(ref: Any) -> Array:
+        def load(ref: Ref) -> Array:
             return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
-        def page(ids: Any) -> tuple[Array, Array]:
+        def page(ids: Array) -> tuple[Array, Array]:
             is_known = (ids >= 0) & (ids < pages.num_pages)
             return first[0] + jnp.where(is_known, ids, 0) * pages.page_step, is_known
 
-        def saved_input(extent: Array, j: int) -> Any:
+        def saved_input(extent: Array, j: int) -> Ref:
             column = pl.multiple_of(start + j * channels + part * size, vector)
             return data.at[extent, pl.ds(column, size)]
 
@@ -69,7 +71,7 @@ def convolve_step(
         before = [load(saved_input(extent, j)) for j in range(kept)]
         window = [jnp.where(lax.broadcast(is_known, (size,)), b, 0.0) for b in before]
         factors = [load(weights.at[t, place]) for t in range(width)]
-        constant = None if bias is None else load(bias.at[place])
+        constant = [] if bias is None else [load(bias.at[place])]
         token, count = request, 1
         is_needed = is_known | page(write_ids[request, 0])[1]  # is of a request, if it has a token
         if starts is not None and counts is not None:
@@ -77,16 +79,15 @@ def convolve_step(
         for t in range(most):
             position = jnp.minimum(token + t, inputs.shape[0] - 1)
             window.append(load(x.at[position, place]).astype(pages.dtype).astype(jnp.float32))
-            total: Any = constant
-            for value, factor in zip(window, factors, strict=True):
-                total = value * factor if total is None else total + value * factor
+            products = map(operator.mul, window, factors)
+            total = functools.reduce(jnp.add, itertools.chain(constant, products))
             total = total / (1.0 + jnp.exp(-total)) if conv.silu else total
             window = window[1:]
             if not ragged:
                 total = jnp.where(lax.broadcast(is_needed, (size,)), total, 0.0)
 
             @pl.when(t < count)
-            def _(total: Any = total, position: Array = position) -> None:
+            def _(total: Array = total, position: Array = position) -> None:
                 out[position, place] = total.astype(out.dtype)
 
             for w in range(requests.write_ids.shape[1]):

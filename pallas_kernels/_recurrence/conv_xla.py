@@ -25,7 +25,7 @@ def resume(
       outputs: [rows, channels], those of a request's first ``width - 1`` tokens still undefined.
     """
     kept = conv.width - 1
-    spans = requests.spans or Spans.of_single_tokens(requests.batch)
+    spans = requests.spans or Spans.from_batch_size(requests.batch)
     starts, counts, _ = spans.arrays()
     x = inputs.astype(conv.pages.dtype)
     before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]

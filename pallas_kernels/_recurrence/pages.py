@@ -6,6 +6,7 @@ from typing import NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Int32, Shaped
 
 from pallas_kernels._in_place import read_extents, write_extents
 
@@ -26,11 +27,11 @@ class StatePages(NamedTuple):
     start: bytes of an extent before the array.
     """
 
-    data: Array
+    data: Shaped[Array, "extents elements"]
     dtype: DTypeLike
     shape: tuple[int, ...]
     num_pages: int
-    first: Array | int = 0
+    first: Int32[Array, ""] | int = 0
     page_step: int = 1
     start: int = 0
 

@@ -4,7 +4,9 @@ A thread block convolves some channels of a run of tokens, as if all were of one
 tokens of each request are then computed once more, by XLA.
 """
 
-from typing import Any
+import functools
+import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import call_kernel
+from pallas_kernels._mosaic import Ref, call_kernel
 from pallas_kernels._recurrence.conv_xla import resume
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
 from pallas_kernels._recurrence.pages import from_rows
@@ -45,13 +47,13 @@ def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
     given = (conv.weights, *(() if conv.bias is None else (conv.bias,)))
 
-    def kernel(x: Any, weights: Any, *rest: Any) -> None:
+    def kernel(x: Ref, weights: Ref, *rest: Ref) -> None:
         bias, out = (None, *rest) if conv.bias is None else rest
         index = lax.axis_index("cta")
         first = lax.div(index, parts) * ROWS
         place = pl.ds(pl.multiple_of(lax.rem(index, parts) * size, size), size)
 
-        def load(ref: Any) -> Array:
+        def load(ref: Ref) -> Array:
             return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
         def token(t: Array) -> Array:
@@ -59,12 +61,11 @@ def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:
             return value.astype(conv.pages.dtype).astype(jnp.float32)
 
         taps = [load(weights.at[t, place]) for t in range(conv.width)]
-        constant = None if bias is None else load(bias.at[place])
+        constant = [] if bias is None else [load(bias.at[place])]
 
         def convolve(window: list[Array]) -> Array:
-            total: Any = constant
-            for value, tap in zip(window, taps, strict=True):
-                total = value * tap if total is None else total + value * tap
+            products = map(operator.mul, window, taps)
+            total = functools.reduce(jnp.add, itertools.chain(constant, products))
             if not conv.silu:
                 return total
             root = lax.rsqrt(1.0 + jnp.exp(-total))  # faster than a division

@@ -5,7 +5,7 @@ comes from those of blocks on the diagonal, of 1, 2, 4 ... rows, by products of 
 of length 1, all numbers are small, and float16 is more precise than the bfloat16 of the result.
 """
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import call_unfused, load, store
+from pallas_kernels._mosaic import Ref, call_unfused, load, store
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.prompt_scratch import SOLVING, SQUARE, PartsScratch
 from pallas_kernels._recurrence.prompt_shape import (
@@ -34,7 +34,7 @@ from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, NORM_EPSILON
 
 def find_parts(
     shape: PromptShape, chunks: Array, gates: Array, inputs: Array, log_decay: Array | None
-) -> PromptParts:
+) -> PromptParts[Array]:
     """Returns the parts of the chunks of a turn.
 
     Args:
@@ -61,7 +61,7 @@ def find_parts(
         grid=(count,),
         grid_names=("cta",),
         kernel_name="recurrent_prompt_parts",
-        scratch_types=[PartsScratch.of(shape)],
+        scratch_types=[PartsScratch.from_shape(shape)],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     return call_unfused(call, [chunks, gates, inputs, *([] if log_decay is None else [log_decay])])
@@ -70,10 +70,10 @@ def find_parts(
 class _PartsKernel:
     """The code of one thread block."""
 
-    def __init__(self, shape: PromptShape, refs: tuple[Any, ...]) -> None:
+    def __init__(self, shape: PromptShape, refs: tuple[Ref, ...]) -> None:
         self.shape, self.rule = shape, shape.rule
         self.chunks, self.gates, self.inputs = refs[:3]
-        self.log_decay: Any = refs[3] if shape.decay_per_key else None
+        self.log_decay = refs[3]  # of the inputs without decay per key: not read
         self.out, self.smem = PromptParts(*refs[-7:-1]), refs[-1]
         index = lax.axis_index("cta")
         self.item = index
@@ -129,13 +129,13 @@ class _PartsKernel:
         self._give_values(solution.astype(self.shape.operand))
         plgpu.wait_smem_to_gmem(0)
 
-    def _put(self, part: Array, staged: Any, out: Any) -> None:
+    def _put(self, part: Array, staged: Ref, out: Ref) -> None:
         """Writes a part, from where it is staged."""
         staged[...] = part.astype(self.shape.operand)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, out)
 
-    def _with_keys(self, keys: Any, *several: Any) -> list[Array]:
+    def _with_keys(self, keys: Ref, *several: Ref) -> list[Array]:
         """Returns the products of several rows, queries or keys, with keys."""
         squares = range(self.rule.key_size // CHUNK)
         return multiply_sum(*([(rows.at[i], keys.at[i].T) for i in squares] for rows in several))
@@ -252,12 +252,9 @@ class _PartsKernel:
         queries, keys = (self._norm(ref) for ref in (self.smem.queries, self.smem.keys))
         return queries * self.rule.scale, keys
 
-    def _norm(self, ref: Any) -> Array:
-        total: Any = None
-        for i in range(self.rule.key_size // CHUNK):
-            part = load(ref.at[i], TILE)
-            squares = (part * part).sum(axis=1)
-            total = squares if total is None else total + squares
+    def _norm(self, ref: Ref) -> Array:
+        parts = (load(ref.at[i], TILE) for i in range(self.rule.key_size // CHUNK))
+        total = functools.reduce(jnp.add, ((part * part).sum(axis=1) for part in parts))
         return lax.rsqrt(total + NORM_EPSILON)
 
     def _as_column(self, vector: Array) -> Array:
@@ -290,7 +287,7 @@ class _PartsKernel:
             inverse = inverse - self._multiply_left(narrow, products)
         return inverse
 
-    def _multiply_left(self, left: Array, right: Any) -> Array:
+    def _multiply_left(self, left: Array, right: Ref) -> Array:
         """Returns the product of a matrix in registers with one in shared memory."""
         if _mosaic.OPERANDS_IN_REGISTERS:
             return multiply(left, right)

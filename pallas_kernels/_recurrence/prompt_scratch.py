@@ -1,12 +1,13 @@
 """Shared memory of the kernels of prompts: its types, or references to it."""
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import tiled
+from pallas_kernels._mosaic import Scratch, tiled
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.prompt_shape import PromptParts, PromptShape
 
@@ -15,7 +16,7 @@ SOLVING = jnp.float16  # of the operands of a triangular matrix's inverse
 STAGES = 3  # chunks that the kernel of states loads ahead
 
 
-class PartsScratch(NamedTuple):
+class PartsScratch[T](NamedTuple):
     """Shared memory of the kernel of parts. Matrices are in squares, side by side.
 
     queries, keys: also for parts on their way out, when they are not needed any more.
@@ -26,20 +27,20 @@ class PartsScratch(NamedTuple):
     lefts: operands that interpret mode does not take from registers; None on a GPU.
     """
 
-    queries: Any
-    keys: Any
-    values: Any
-    decayed: Any
-    solving: Any
-    numbers: Any
-    lefts: Any
-    loaded: Any
+    queries: T
+    keys: T
+    values: T
+    decayed: T
+    solving: T
+    numbers: T
+    lefts: tuple[T, T]
+    loaded: T
 
     @classmethod
-    def of(cls, shape: PromptShape) -> Self:
+    def from_shape(cls, shape: PromptShape) -> "PartsScratch[Scratch]":
         rule, operand = shape.rule, shape.operand
         key_squares, value_squares = rule.key_size // CHUNK, rule.value_size // CHUNK
-        lefts = None
+        lefts: tuple[Scratch, Scratch] = None, None
         if not _mosaic.OPERANDS_IN_REGISTERS:
             lefts = tiled(SQUARE, operand), tiled(SQUARE, SOLVING)
         return cls(
@@ -54,7 +55,7 @@ class PartsScratch(NamedTuple):
         )
 
 
-class StatesScratch(NamedTuple):
+class StatesScratch[T](NamedTuple):
     """Shared memory of the kernel of states.
 
     decay: of each key channel; None if all have one.
@@ -62,15 +63,15 @@ class StatesScratch(NamedTuple):
     left: operands that interpret mode does not take from registers; None on a GPU.
     """
 
-    parts: PromptParts
-    decay: Any
-    staged: Any
-    plain: Any
-    left: Any
-    loaded: Any
+    parts: PromptParts[T]
+    decay: T
+    staged: T
+    plain: T
+    left: T
+    loaded: T
 
     @classmethod
-    def of(cls, shape: PromptShape, out: Any) -> Self:
+    def from_shape(cls, shape: PromptShape, out: DTypeLike) -> "StatesScratch[Scratch]":
         rule, dtype, per_key = shape.rule, shape.operand, shape.decay_per_key
         tokens = tiled((STAGES, CHUNK, rule.key_size), dtype)
         left = None if _mosaic.OPERANDS_IN_REGISTERS else tiled((CHUNK, rule.key_size), dtype)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -10,8 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import Ref
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.rule import Rule
+
+type Matrix = Array | Ref  # in registers, or in shared memory
 
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)  # layouts of a number for each row, or column
@@ -35,7 +38,7 @@ class PromptShape(NamedTuple):
     decay_per_key: bool
 
 
-class PromptParts(NamedTuple):
+class PromptParts[T](NamedTuple):
     """The parts of the chunks of a turn that do not depend on the state, for each value head.
 
     Arrays, or references to them; a chunk c of head h begins at row ``(c * heads + h) * CHUNK``.
@@ -50,12 +53,12 @@ class PromptParts(NamedTuple):
       factors do not have then; otherwise a single row.
     """
 
-    inner: Any
-    erased: Any
-    values: Any
-    factors: Any
-    queries: Any
-    keys: Any
+    inner: T
+    erased: T
+    values: T
+    factors: T
+    queries: T
+    keys: T
 
 
 def along_rows(vector: Array, shape: tuple[int, ...]) -> Array:
@@ -68,17 +71,17 @@ def along_columns(vector: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
-def multiply(left: Any, right: Any) -> Array:
+def multiply(left: Matrix, right: Ref) -> Array:
     """Returns the product of two matrices, the right one in shared memory, in float32."""
     return multiply_sum([(left, right)])[0]
 
 
-def multiply_sum(*sums: Sequence[tuple[Any, Any]]) -> list[Array]:
+def multiply_sum(*sums: Sequence[tuple[Matrix, Ref]]) -> list[Array]:
     """Returns the sum of the products of pairs of matrices, for each list of pairs."""
     if not _mosaic.OPERANDS_IN_REGISTERS:
         return [_multiply_in_turn(pairs) for pairs in sums]
 
-    def run(*totals: Any) -> list[Array]:
+    def run(*totals: Ref) -> list[Array]:
         for total, pairs in zip(totals, sums, strict=True):
             for left, right in pairs:
                 plgpu.wgmma(total, left, right)
@@ -88,10 +91,10 @@ def multiply_sum(*sums: Sequence[tuple[Any, Any]]) -> list[Array]:
     return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def _multiply_in_turn(pairs: Sequence[tuple[Any, Any]]) -> Array:
+def _multiply_in_turn(pairs: Sequence[tuple[Matrix, Ref]]) -> Array:
     """Does the same in interpret mode."""
 
-    def run(total: Any, left: Any, right: Any) -> Array:
+    def run(total: Ref, left: Matrix, right: Ref) -> Array:
         plgpu.wgmma(total, left, right)
         return plgpu.layout_cast(total[...], TILE)
 
@@ -105,7 +108,7 @@ def _multiply_in_turn(pairs: Sequence[tuple[Any, Any]]) -> Array:
     return functools.reduce(jnp.add, products)
 
 
-def zero_rows(ref: Any, begin: Array, end: Array) -> None:
+def zero_rows(ref: Ref, begin: Array, end: Array) -> None:
     """Overwrites the rows of a chunk's tile that are not its own, because 0 * NaN is NaN."""
     for column in range(0, ref.shape[1], CHUNK):
         part = ref.at[:, pl.ds(column, CHUNK)]

@@ -5,7 +5,7 @@ stays in registers, where it is an operand of products as it is: everything else
 values as rows.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import call_unfused, load, store
+from pallas_kernels._mosaic import Ref, call_unfused, load, store
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.prompt_scratch import SQUARE, STAGES, StatesScratch
 from pallas_kernels._recurrence.prompt_shape import (
@@ -36,12 +36,12 @@ def pass_states(
     shape: PromptShape,
     runs: Array,
     chunks: Array,
-    parts: PromptParts,
+    parts: PromptParts[Array],
     decay: Array | None,
     inputs: Array,
     kept: Array,
-    pages: Any,
-    out: Any,
+    pages: Ref,
+    out: Ref,
 ) -> Array:
     """Writes the outputs of a turn's chunks, and the states that its chunks name.
 
@@ -66,7 +66,7 @@ def pass_states(
         grid=(shape.batch * rule.value_heads * (rule.value_size // CHUNK),),
         grid_names=("cta",),
         kernel_name="recurrent_prompt_states",
-        scratch_types=[StatesScratch.of(shape, out.dtype)],
+        scratch_types=[StatesScratch.from_shape(shape, out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     decays = [] if decay is None else [decay]
@@ -104,7 +104,7 @@ class _Carry(NamedTuple):
 class _StatesKernel:
     """The code of one thread block."""
 
-    def __init__(self, shape: PromptShape, refs: tuple[Any, ...]) -> None:
+    def __init__(self, shape: PromptShape, refs: tuple[Ref, ...]) -> None:
         self.shape, self.rule = shape, shape.rule
         self.runs, self.chunks = refs[:2]
         self.parts = PromptParts(*refs[2:8])
@@ -153,7 +153,7 @@ class _StatesKernel:
         place = jnp.minimum(place, self.shape.chunks - 1)
         return _Chunk(*(self.chunks[place, i] for i in range(4)))
 
-    def _rows(self, first: Array | int) -> Any:
+    def _rows(self, first: Array | int) -> pl.Slice:
         """Returns the rows of this thread block's piece of a state that begins at a row."""
         piece = self.head * self.rule.value_size + self.piece * CHUNK
         return pl.ds(first + piece, CHUNK)
@@ -175,7 +175,7 @@ class _StatesKernel:
         values = pl.ds(item * rule.value_size + self.piece * CHUNK, CHUNK)
         key_head = lax.div(self.head, rule.group)
 
-        def get(source: Any, target: Any) -> None:
+        def get(source: Ref, target: Ref) -> None:
             plgpu.copy_gmem_to_smem(source, target.at[stage], barrier)
 
         if rule.delta:
@@ -268,7 +268,7 @@ class _StatesKernel:
             seen, own = self._multiply(before, queries), self._multiply(added, inner)
         else:
 
-            def run(sums: Any) -> None:
+            def run(sums: tuple[Ref, ...]) -> None:
                 added_sum, state_sum, seen, own = sums
                 if self.rule.delta:
                     plgpu.wgmma(added_sum, before, erased)
@@ -280,14 +280,14 @@ class _StatesKernel:
                 plgpu.wgmma(own, added, inner)
 
             zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), TILE)
-            start: Any = tuple(map(plgpu.ACC.init, (values, state, zeros, zeros)))
-            sums: Any = pl.run_state(run)(start)
+            start: Ref = tuple(map(plgpu.ACC.init, (values, state, zeros, zeros)))
+            sums: Ref = pl.run_state(run)(start)
             _, state, seen, own = sums
         from_start = load(factors.at[pl.ds(0, CHUNK)], COLUMN)  # late, because registers are short
         outputs = seen * along_columns(from_start, SQUARE) + own
         return state, outputs.astype(smem.staged.dtype)
 
-    def _multiply(self, left: Array, right: Any) -> Array:
+    def _multiply(self, left: Array, right: Ref) -> Array:
         """Returns a product in interpret mode."""
         staged = self.smem.left.at[:, pl.ds(0, left.shape[1])]
         plgpu.commit_smem()

@@ -4,6 +4,7 @@ from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int32
 
 from pallas_kernels._recurrence.pages import StatePages
 
@@ -12,14 +13,14 @@ class Convolution(NamedTuple):
     """A causal depthwise convolution over the inputs of a recurrence, with its own state.
 
     pages: the last inputs of each request, [width - 1, channels], oldest first.
-    weights: [width, channels], the newest input's last.
-    bias: [channels]; None: zeros.
+    weights: the newest input's last.
+    bias: None: zeros.
     silu: whether SiLU follows.
     """
 
     pages: StatePages
-    weights: Array
-    bias: Array | None = None
+    weights: Float[Array, "width channels"]
+    bias: Float[Array, " channels"] | None = None
     silu: bool = True
 
     @property
@@ -87,17 +88,17 @@ NORM_EPSILON = 1e-6  # added to the squared norm of queries and keys, as the mod
 class Spans(NamedTuple):
     """The tokens of each request of a ragged batch.
 
-    starts: int32[B], first token of each request.
-    counts: int32[B], tokens of each request.
-    write_after: int32[B, W], after how many of its tokens a state is written; None: after the last.
+    starts: first token of each request.
+    counts: tokens of each request.
+    write_after: after how many of its tokens a state is written; None: after the last.
     """
 
-    starts: Array
-    counts: Array
-    write_after: Array | None
+    starts: Int32[Array, " requests"]
+    counts: Int32[Array, " requests"]
+    write_after: Int32[Array, "requests writes"] | None
 
     @classmethod
-    def of_single_tokens(cls, batch: int) -> Self:
+    def from_batch_size(cls, batch: int) -> Self:
         """Returns those of requests with one token each."""
         starts = jnp.arange(batch, dtype=jnp.int32)
         return cls(starts, jnp.ones_like(starts), None)
@@ -121,13 +122,13 @@ class Spans(NamedTuple):
 class Requests(NamedTuple):
     """The requests of a call, and the states that they read and write.
 
-    read_ids: int32[B], pages to resume from; other ids than pages': zeros.
-    write_ids: int32[B, W], pages that take a state; other ids: none.
-    spans: their tokens; None: token i is that of request i, alone.
+    read_ids: pages to resume from; ids of no page: zeros.
+    write_ids: pages that take a state; ids of no page: none.
+    spans: their tokens; None: request i has token i alone.
     """
 
-    read_ids: Array
-    write_ids: Array
+    read_ids: Int32[Array, " requests"]
+    write_ids: Int32[Array, "requests writes"]
     spans: Spans | None = None
 
     @property
@@ -138,15 +139,13 @@ class Requests(NamedTuple):
 class Tokens(NamedTuple):
     """The tokens of a call.
 
-    inputs: [T, columns].
-    log_decay: float[T, value_heads], or [T, value_heads, K]; the logarithm of the decay.
-    beta: float[T, value_heads].
+    log_decay: the logarithm of the decay, of a head or of each key channel.
     states: [value_heads, V, K] in pages.
     """
 
-    inputs: Array
-    log_decay: Array
-    beta: Array
+    inputs: Float[Array, "tokens columns"]
+    log_decay: Float[Array, "tokens value_heads *key_size"]
+    beta: Float[Array, "tokens value_heads"]
     states: StatePages
 
     def after(self, data: Array, inputs: Array) -> Self:

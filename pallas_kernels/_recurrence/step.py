@@ -10,15 +10,13 @@ The convolution before the recurrence is part of the kernel where one thread blo
 value heads of a key head: then each input of the convolution is read and moved on by one block.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import call_unfused, writable, written
+from pallas_kernels._mosaic import Ref, Scratch, call_unfused, writable, written
 from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
@@ -47,7 +45,7 @@ def step_mosaic(
     states, width = tokens.states, rule.key_size
     pages = as_rows(states.data, states.dtype, width)
     first = states.first * (states.extent_bytes // (width * states.itemsize))
-    places: list[Any] = [
+    places = [
         jnp.asarray(first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
@@ -55,7 +53,7 @@ def step_mosaic(
     ]
     log_decay = tokens.log_decay.astype(jnp.float32)
     log_decay = log_decay.reshape(log_decay.shape[0], -1)
-    operands: list[Any] = [*places, log_decay, tokens.beta.astype(jnp.float32)]
+    operands = [*places, log_decay, tokens.beta.astype(jnp.float32)]
     if conv is None:
         operands.append(tokens.inputs)
     else:
@@ -66,7 +64,7 @@ def step_mosaic(
     head = states.start // (width * states.itemsize)
     conv_start = 0 if conv is None else conv.pages.start // states.itemsize
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         Stepper(shape, head, conv_start, refs).run()
 
     call = plgpu.kernel(
@@ -87,10 +85,10 @@ def _is_same(a: Array | int, b: Array | int) -> bool:
     return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
 
 
-def _scratch(shape: StepShape) -> list[Any]:
+def _scratch(shape: StepShape) -> list[Scratch]:
     copies = (shape.staged + shape.conv_rows) * (2 + shape.heads)
     copies += shape.tokens * shape.heads if shape.decay_per_key else 0
-    scratch: list[Any] = [plgpu.SMEM(size, dtype) for size, dtype in shape.scratch]
+    scratch: list[Scratch] = [plgpu.SMEM(size, dtype) for size, dtype in shape.scratch]
     if shape.conv_width:
         scratch[-1] = outputs_scratch(shape)
     return [

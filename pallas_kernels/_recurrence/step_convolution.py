@@ -4,22 +4,23 @@ Pages have elements as wide as the state's, so that an element may hold two inpu
 convolution: these are unpacked in registers.
 """
 
-from typing import Any
+import functools
+import itertools
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import load, store
-from pallas_kernels._recurrence.step_pieces import Item, pair_layout
+from pallas_kernels._mosaic import Ref, load, store
+from pallas_kernels._recurrence.step_common import Item, pair_layout
 from pallas_kernels._recurrence.step_shape import StepShape
 
 # Interpret mode cannot reshape references. With False, values are reshaped instead.
 RESHAPES_REFERENCES = True
 
 
-def outputs_scratch(shape: StepShape) -> Any:
+def outputs_scratch(shape: StepShape) -> pl.MemoryRef:
     """Returns shared memory for the outputs of the convolution of an item."""
     is_pairs = shape.packed == 2 and RESHAPES_REFERENCES
     size = (shape.channels // 2, 2) if is_pairs else (shape.channels,)
@@ -40,26 +41,26 @@ class StepConvolution:
     def __init__(
         self,
         shape: StepShape,
-        pages: Any,
+        pages: Ref,
         start: int,
-        weights: Any,
-        bias: Any,
-        staged: Any,
-        taps: Any,
-        mixed: Any,
+        weights: Ref,
+        bias: Ref,
+        staged: Ref,
+        taps: Ref,
+        mixed: Ref,
     ) -> None:
         self.shape, self.pages, self.start = shape, pages, start
         self.weights, self.bias, self.staged = weights, bias, staged
         self.taps, self.mixed = taps, mixed
 
     @property
-    def outputs(self) -> Any:
+    def outputs(self) -> Ref:
         """The outputs of an item as a vector."""
         if self.shape.packed == 2 and RESHAPES_REFERENCES:
             return self.mixed.reshape(self.shape.channels)
         return self.mixed
 
-    def words(self, page: Array, tap: int, column: Array, width: int) -> Any:
+    def words(self, page: Array, tap: int, column: Array, width: int) -> Ref:
         """Returns a reference to inputs that it remembers beside the state of a page.
 
         In elements of the pages.
@@ -68,7 +69,7 @@ class StepConvolution:
         start = self.start + (tap * shape.rule.columns + column) // shape.packed
         return self.pages.at[page + lax.div(start, row), pl.ds(lax.rem(start, row), width)]
 
-    def fetch_taps(self, item: Item, ready: Any) -> None:
+    def fetch_taps(self, item: Item, ready: Ref) -> None:
         """Starts loading the weights of the convolution, and its bias."""
         width, packed = self.shape.conv_width, self.shape.packed
         for t in range(self.shape.conv_rows):
@@ -94,10 +95,9 @@ class StepConvolution:
 
         rows = range(shape.conv_rows)
         taps = [self._unpack(self.taps.at[t]) for t in rows]
-        total: Any = taps[-1] if shape.conv_rows > shape.conv_width else None
-        for t in range(shape.conv_width):
-            product = self._unpack(self.staged.at[t]) * taps[t]
-            total = product if total is None else total + product
+        bias = taps[shape.conv_width :]
+        products = (self._unpack(self.staged.at[t]) * taps[t] for t in range(shape.conv_width))
+        total = functools.reduce(jnp.add, itertools.chain(bias, products))
         self._keep(total / (1.0 + jnp.exp(-total)) if shape.silu else total)
         plgpu.commit_smem()
 
@@ -114,7 +114,7 @@ class StepConvolution:
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _unpack(self, source: Any) -> Array:
+    def _unpack(self, source: Ref) -> Array:
         """Loads the numbers of an item: float32[channels], or [channels / 2, 2] of packed ones."""
         shape = self.shape
         if shape.packed == 1:

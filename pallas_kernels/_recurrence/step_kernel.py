@@ -1,7 +1,6 @@
 """The code of one thread block in the kernel of a recurrent step."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import load, store
+from pallas_kernels._mosaic import Ref, load, store
 from pallas_kernels._recurrence.rule import NORM_EPSILON
+from pallas_kernels._recurrence.step_common import Item, tile_layout
 from pallas_kernels._recurrence.step_convolution import StepConvolution
-from pallas_kernels._recurrence.step_pieces import Item, tile_layout
 from pallas_kernels._recurrence.step_shape import StepShape
+
+Gates = tuple[Array | None, Array]  # the decay, None if each key has its own; and beta
 
 
 class Stepper:
@@ -24,20 +25,20 @@ class Stepper:
         shape: StepShape,
         head_row: int,
         conv_start: int,
-        refs: tuple[Any, ...],
+        refs: tuple[Ref, ...],
     ) -> None:
         self.shape, self.rule = shape, shape.rule
         self.head_row = head_row
         rest = iter(refs)
         self.first, self.read_ids, self.write_ids = (next(rest) for _ in range(3))
-        self.starts: Any = next(rest) if shape.ragged else None
-        self.counts: Any = next(rest) if shape.ragged else None
-        self.write_after: Any = next(rest) if shape.ragged else None
+        self.starts: Ref = next(rest) if shape.ragged else None
+        self.counts: Ref = next(rest) if shape.ragged else None
+        self.write_after: Ref = next(rest) if shape.ragged else None
         self.log_decay, self.beta, self.inputs = (next(rest) for _ in range(3))
         weights = next(rest) if shape.conv_width else None
         bias = next(rest) if shape.conv_rows > shape.conv_width else None
         self.pages, self.out, self.loaded, self.staged = (next(rest) for _ in range(4))
-        self.decays: Any = next(rest) if shape.decay_per_key else None
+        self.decays: Ref = next(rest) if shape.decay_per_key else None
         self.conv: StepConvolution | None = None
         if shape.conv_width:
             given = self.pages, conv_start, weights, bias, self.staged, next(rest), next(rest)
@@ -79,7 +80,7 @@ class Stepper:
         is_known = (page >= 0) & (page < self.shape.num_pages)
         return self.first[0] + jnp.where(is_known, page, 0) * self.shape.page_rows, is_known
 
-    def _rows(self, page: Array, item: Item, piece: Array | int) -> Any:
+    def _rows(self, page: Array, item: Item, piece: Array | int) -> Ref:
         """Returns a piece of the state in a page."""
         rows = self.shape.rows
         start = page + self.head_row + item.head * self.rule.value_size + piece * rows
@@ -151,7 +152,7 @@ class Stepper:
         def _(piece: Array) -> None:
             self._give(item, 0, lax.div(piece, per_head), piece, zeros)
 
-    def _gates(self, item: Item, t: int, j: int) -> tuple[Any, Any]:
+    def _gates(self, item: Item, t: int, j: int) -> Gates:
         """Returns the decay and beta of a token and head; no decay if each key has its own."""
         token = jnp.minimum(item.token + t, self.beta.shape[0] - 1)
         head = item.head + j
@@ -176,7 +177,7 @@ class Stepper:
         start = 2 * self.rule.key_size + piece * self.shape.rows
         return load(source.at[pl.ds(start, self.shape.rows)], self.row)
 
-    def _inputs(self, t: int) -> Any:
+    def _inputs(self, t: int) -> Ref:
         """Returns a reference to the queries, keys and values of a token."""
         return self.staged.at[t] if self.conv is None else self.conv.outputs
 
@@ -187,7 +188,7 @@ class Stepper:
         j: Array,
         piece: Array,
         vectors: tuple[Array, Array, Array] | None,
-        gates: list[tuple[Any, Any]],
+        gates: list[Gates],
         write: tuple[Array, Array],
     ) -> None:
         """Updates a piece of a state by all tokens of the request."""
@@ -208,12 +209,12 @@ class Stepper:
     def _run_token(
         self,
         item: Item,
-        loaded: Any,
+        loaded: Ref,
         state: Array,
         t: int,
         j: Array,
         piece: Array,
-        gates: tuple[Any, Any],
+        gates: Gates,
     ) -> Array:
         """Updates a piece of a state by one of several tokens, which may be none."""
         values = self._values(t, piece)
@@ -238,7 +239,7 @@ class Stepper:
         state: Array,
         values: Array,
         vectors: tuple[Array, Array, Array],
-        gates: tuple[Any, Any],
+        gates: Gates,
         t: int,
         j: Array,
     ) -> tuple[Array, Array]:
@@ -259,7 +260,7 @@ class Stepper:
         return state, seen + added * product
 
     def _leave(
-        self, item: Item, loaded: Any, state: Array, piece: Array, page: Array, is_known: Array
+        self, item: Item, loaded: Ref, state: Array, piece: Array, page: Array, is_known: Array
     ) -> None:
         """Starts writing a piece of a state to its page, from where it was loaded to."""
         store(loaded, state.astype(self.shape.page))

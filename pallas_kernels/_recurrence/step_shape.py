@@ -1,10 +1,11 @@
 """The constants of the kernel of a recurrent step."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 
@@ -69,11 +70,11 @@ class StepShape(NamedTuple):
         return self.conv_width or self.tokens
 
     @property
-    def scratch(self) -> list[tuple[tuple[int, ...], Any]]:
+    def scratch(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
         """Returns shape and dtype of each array in shared memory."""
         rule, channels, fused = self.rule, self.channels, self.conv_width > 0
         inputs = self.page if fused else self.inner
-        arrays: list[tuple[tuple[int, ...], Any]] = [
+        arrays: list[tuple[tuple[int, ...], DTypeLike]] = [
             ((self.stages, self.rows, rule.key_size), self.page),
             ((self.staged, channels // self.packed), inputs),
         ]

@@ -1,12 +1,13 @@
 """Recurrent layers in XLA: one token of each request, and prompts in chunks of tokens."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Float32, Shaped
 
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.rule import (
@@ -21,7 +22,9 @@ from pallas_kernels._recurrence.rule import (
 TOGETHER = 32  # chunks whose tokens are combined at once, which takes 4 to 5 MB each
 
 
-def recur_xla(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
+def recur_xla(
+    rule: Rule, tokens: Tokens, requests: Requests, out: jnp.dtype
+) -> tuple[Array, Array]:
     """Returns the data of the pages with the new states, and the outputs, [T, value_heads, V]."""
     if requests.spans is None:
         return _step(rule, tokens, requests, out)
@@ -40,7 +43,7 @@ def _normalize(x: Array) -> Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
-def _step(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
+def _step(rule: Rule, tokens: Tokens, requests: Requests, out: jnp.dtype) -> tuple[Array, Array]:
     """Computes one token of each request; outputs of none are undefined."""
     queries, keys, values = prepare(rule, tokens.inputs)
     queries, keys = (jnp.repeat(x, rule.group, axis=1) for x in (queries, keys))
@@ -58,24 +61,24 @@ def _step(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Arr
 class _Parts(NamedTuple):
     """The parts of a chunk that do not depend on the state; heads before tokens.
 
-    inner: [heads, C, C], weights of the chunk's own tokens in the outputs.
-    queries: [heads, C, K], with the decay from the chunk's beginning.
-    values: [heads, C, V], what is added by each token if the state were zeros.
-    erased: [heads, C, K], what the state takes from these; zeros without a delta rule.
-    keys: [heads, C, K], with the decay to the chunk's end.
-    decay: [heads, 1 or K], of the whole chunk.
+    inner: weights of the chunk's own tokens in the outputs.
+    queries: with the decay from the chunk's beginning.
+    values: what is added by each token if the state were zeros.
+    erased: what the state takes from these; zeros without a delta rule.
+    keys: with the decay to the chunk's end.
+    decay: of the whole chunk, for all key channels or for each.
     """
 
-    inner: Array
-    queries: Array
-    values: Array
-    erased: Array
-    keys: Array
-    decay: Array
+    inner: Float32[Array, "*chunks heads tokens tokens"]
+    queries: Float32[Array, "*chunks heads tokens key_size"]
+    values: Float32[Array, "*chunks heads tokens value_size"]
+    erased: Float32[Array, "*chunks heads tokens key_size"]
+    keys: Float32[Array, "*chunks heads tokens key_size"]
+    decay: Float32[Array, "*chunks heads channels"]
 
 
 def run_chunks(
-    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, out: Any
+    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, out: jnp.dtype
 ) -> tuple[Array, Array]:
     """Computes any number of tokens of each request, chunk by chunk.
 
@@ -108,9 +111,9 @@ def run_chunks(
 class _Carry(NamedTuple):
     """The loop's arrays: the pages, the outputs, and the state after the last chunk."""
 
-    data: Array
-    outputs: Array
-    state: Array
+    data: Shaped[Array, "extents elements"]
+    outputs: Float[Array, "tokens value_heads value_size"]
+    state: Float32[Array, "value_heads value_size key_size"]
 
 
 def _run_chunk(

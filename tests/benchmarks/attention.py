@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import PackedRow, RowPacking, default_implementation, paged_attention
+from pallas_kernels import (
+    AttentionRule,
+    PackedRow,
+    RequestPages,
+    RowPacking,
+    default_implementation,
+    paged_attention,
+)
 from tests.benchmarks.attention_bounds import MAX_ROW_BYTES, time_product, time_reading
 from tests.benchmarks.attention_peers import Tensors, as_tensors, fa3_call, triton_call, wait
 from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
@@ -244,17 +251,18 @@ def make_arrays(spec: AttentionSpec) -> Arrays:
 def compiled(
     spec: AttentionSpec, implementation: str | None = None, reproducible: bool = False
 ) -> Callable[..., jax.Array]:
-    packing: RowPacking | None = PACKED if spec.pages == PACKED else None
-    return jax.jit(
-        functools.partial(
-            paged_attention,
-            implementation=implementation,
-            reproducible=reproducible,
-            value_width=spec.value or spec.own_value,
-            row_packing=packing,
-            sliding_window=spec.window,
-        )
+    rule = AttentionRule(
+        reproducible=reproducible,
+        value_width=spec.value or spec.own_value,
+        row_packing=PACKED if spec.pages == PACKED else None,
+        sliding_window=spec.window,
     )
+
+    def attend(queries: jax.Array, pages: jax.Array, *lists: jax.Array) -> jax.Array:
+        requests = RequestPages(*lists)
+        return paged_attention(queries, pages, requests, rule, implementation=implementation)
+
+    return jax.jit(attend)
 
 
 def time_ours(

@@ -17,6 +17,7 @@ import numpy as np
 from pallas_kernels import (
     Convolution,
     Implementation,
+    RequestStates,
     StatePages,
     default_implementation,
     gated_delta_rule,
@@ -160,11 +161,12 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
             "convolution": Convolution(windows, arrays.weights),
             "implementation": implementation,
         }
-        requests: tuple[Any, ...] = ids[:, 0], ids[:, 0]
+        requests = RequestStates(ids[:, 0], ids[:, 0])
         if not is_step:
-            requests = ids[:, 0], ids, jnp.asarray(starts)
-            options |= {"write_after": jnp.asarray(after), "max_query_len": int(counts.max())}
-        given = arrays.inputs, arrays.log_decay, arrays.beta, states, *requests
+            lists = {"query_start_loc": jnp.asarray(starts), "write_after": jnp.asarray(after)}
+            most = int(counts.max())
+            requests = RequestStates(ids[:, 0], ids, **lists, max_query_len=most)
+        given = arrays.inputs, arrays.log_decay, arrays.beta, states, requests
         if spec.rule == "scan":
             return selective_scan(*given, num_groups=spec.key_heads, **options)
         return gated_delta_rule(*given, num_key_heads=spec.key_heads, **options)

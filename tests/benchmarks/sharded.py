@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.specs import FullAttentionSpec
 from jaxkv._src.uploads import StepShape
-from pallas_kernels import copy_blocks, paged_attention, write_rows, zero_blocks
+from pallas_kernels import RequestPages, copy_blocks, paged_attention, write_rows, zero_blocks
 from tests.benchmarks import timing
 from tests.benchmarks.attention import AttentionSpec, make_arrays
 from tests.benchmarks.timing import Report, Times, by_size, measure
@@ -123,7 +123,11 @@ def time_attention(spec: AttentionSpec, mesh: Mesh) -> Times:
     parts = PAGES, by_head, SAME, SAME
     arrays = [on_each(array, part) for array, part in zip(one[:4], parts, strict=True)]
     options = {"mesh": mesh, "in_specs": parts, "out_specs": PAGES, "check_vma": False}
-    attend = jax.jit(jax.shard_map(paged_attention, **options))
+
+    def attend_on_rank(queries, pages, *lists):
+        return paged_attention(queries, pages, RequestPages(*lists))
+
+    attend = jax.jit(jax.shard_map(attend_on_rank, **options))
     return measure(lambda: attend(*arrays))
 
 

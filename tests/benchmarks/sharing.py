@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from pallas_kernels import SharedPrefixes, default_implementation, paged_attention
+from pallas_kernels import RequestPages, SharedPrefixes, default_implementation, paged_attention
 from tests.benchmarks.attention import FP8, AttentionSpec, make_arrays
 from tests.benchmarks.timing import Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
@@ -73,7 +73,11 @@ def _time(spec: SharingSpec, *, once: bool) -> Times:
     queries, pages, tables, lens, _ = make_arrays(spec.attention)
     arrays = queries, pages, _shared_tables(spec, np.asarray(tables)), lens
     lists = _lists(spec) if once else None
-    attend = jax.jit(lambda lists, *given: paged_attention(*given, shared_prefixes=lists))
+
+    @jax.jit
+    def attend(lists, queries, pages, tables, lens):
+        return paged_attention(queries, pages, RequestPages(tables, lens, shared_prefixes=lists))
+
     return measure(lambda: attend(lists, *arrays))
 
 

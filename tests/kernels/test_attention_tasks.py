@@ -22,6 +22,7 @@ from pallas_kernels._paged_attention.prefill_tasks import (
     halves_of,
     prefill_tiles,
 )
+from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import (
     MAX_COMPARED,
     STEP,
@@ -34,7 +35,6 @@ from pallas_kernels._paged_attention.tasks import (
 )
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
-    AttentionRule,
     Cut,
     QueryTiles,
     cut_queries,
@@ -48,10 +48,10 @@ FIRST_ROW = 24  # of the first page
 LOC = as_ids([0, 90, 90, 90, 90])  # one request has all queries
 RULES: dict[str, dict[str, Any]] = {
     "all keys": {},
-    "a window": {"window": 300},
-    "a window of one": {"window": 1},
-    "chunks": {"chunk": 600},
-    "a window in chunks": {"window": 300, "chunk": 400},
+    "a window": {"sliding_window": 300},
+    "a window of one": {"sliding_window": 1},
+    "chunks": {"chunk_size": 600},
+    "a window in chunks": {"sliding_window": 300, "chunk_size": 400},
     "all keys of a rank": {"causal": False, "ranks": 2, "interleave_tokens": 16},
     "interleaved": {"ranks": 2, "interleave_tokens": 16},
 }
@@ -70,23 +70,22 @@ def take_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "take", taken)
 
 
-def rule_of(name: str) -> AttentionRule:
-    nothing = {"window": None, "chunk": None, "causal": True, "ranks": 1, "interleave_tokens": 1}
-    return AttentionRule(
-        *(1, 1, 64, 64),
+def rule_of(name: str) -> Config:
+    return Config(
+        kv_heads=1,
+        group=1,
+        key_width=64,
+        value_width=64,
         page_tokens=64,
         scale=1.0,
-        soft_cap=None,
         values_in_keys=False,
-        row_packing=None,
-        reproducible=False,
         max_queries=TOKENS,
         out_dtype=jnp.dtype("float32"),
-        **nothing | RULES[name],
+        **{"ranks": 1, "interleave_tokens": 1} | RULES[name],
     )
 
 
-def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionArrays]:
+def batches(rule: Config, each_one: bool = False) -> Iterator[AttentionArrays]:
     """Requests of any lengths, some without queries or keys, and queries before the first key.
 
     The last batch has one that is longer than its table.
@@ -118,7 +117,7 @@ def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionAr
         )
 
 
-def seen_keys(arrays: AttentionArrays, rule: AttentionRule, request: int, position: int) -> set:
+def seen_keys(arrays: AttentionArrays, rule: Config, request: int, position: int) -> set:
     """The keys of the pages, by index, that a query at a position sees, one by one."""
     keys = np.arange(max(int(arrays.seq_lens[request]), 0))
     keys = keys[keys // rule.interleave_tokens % rule.ranks == int(arrays.rank)]
@@ -126,11 +125,11 @@ def seen_keys(arrays: AttentionArrays, rule: AttentionRule, request: int, positi
     seen = np.ones(keys.shape, bool)
     if rule.causal:
         seen &= keys <= position
-        if rule.window:
-            seen &= keys > position - rule.window
-        if rule.chunk:
+        if rule.sliding_window:
+            seen &= keys > position - rule.sliding_window
+        if rule.chunk_size:
             offset = int(arrays.chunk_offsets[request])
-            seen &= (keys + offset) // rule.chunk == (position + offset) // rule.chunk
+            seen &= (keys + offset) // rule.chunk_size == (position + offset) // rule.chunk_size
     return set(np.flatnonzero(seen).tolist())
 
 
@@ -145,7 +144,7 @@ def queries_of(arrays: AttentionArrays, cut: Cut) -> dict[int, tuple[int, int]]:
     return found
 
 
-def check_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, queries) -> None:
+def check_tiles(arrays: AttentionArrays, rule: Config, tiles: QueryTiles, queries) -> None:
     """Checks that each query is in one tile, and that the tile's keys are those that are seen."""
     tiles = QueryTiles(*(np.asarray(field) for field in tiles))
     size, taken = int(tiles.size), {}
@@ -155,7 +154,7 @@ def check_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles,
             token = int(tiles.tokens[tile]) + row
             assert token not in taken, "a query is in two tiles"
             taken[token] = tile
-            assert (tiles.of_token[token], tiles.rows[token]) == (tile, row)
+            assert (tiles.token_tiles[token], tiles.rows[token]) == (tile, row)
             assert queries[token] == (tiles.requests[tile], tiles.positions[tile] + row)
             seen |= seen_keys(arrays, rule, *queries[token])
         assert count <= size
@@ -166,8 +165,8 @@ def check_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles,
         elif skip < count:  # one without queries may have any keys: nobody reads its results
             assert tiles.ends[tile] <= max(tiles.begins[tile], 0)
     assert set(taken) == set(queries)
-    outside = [token for token in range(len(tiles.of_token)) if token not in queries]
-    assert (tiles.of_token[outside] == -1).all()
+    outside = [token for token in range(len(tiles.token_tiles)) if token not in queries]
+    assert (tiles.token_tiles[outside] == -1).all()
 
 
 KEYS = 128  # of a step
@@ -195,14 +194,15 @@ def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str)
         lens = np.asarray(arrays.seq_lens).tolist()
         queries = {request: (request, length - 1) for request, length in enumerate(lens)}
         tiles = one_query_each(arrays, rule)
-        assert np.asarray(tiles.of_token).tolist() == [i if n else -1 for i, n in enumerate(lens)]
-        check_tiles(arrays, rule, tiles._replace(of_token=as_ids(range(BATCH))), queries)
+        wanted = [i if length else -1 for i, length in enumerate(lens)]
+        assert np.asarray(tiles.token_tiles).tolist() == wanted
+        check_tiles(arrays, rule, tiles._replace(token_tiles=as_ids(range(BATCH))), queries)
 
 
 @needs_mosaic
 @pytest.mark.parametrize("name", RULES)
 def test_masks_leave_each_query_the_keys_that_it_sees(name: str) -> None:
-    from pallas_kernels._paged_attention.pieces import sees
+    from pallas_kernels._paged_attention.common import sees
 
     rule, cut = rule_of(name), Cut(16, align=8)
 
@@ -221,7 +221,7 @@ def test_masks_leave_each_query_the_keys_that_it_sees(name: str) -> None:
         tiles = QueryTiles(*map(np.asarray, cut_queries(arrays, rule, cut)))
         found = np.asarray(look(tiles))
         for token, (request, position) in queries_of(arrays, Cut(TOKENS)).items():
-            seen = found[tiles.of_token[token], tiles.rows[token]]
+            seen = found[tiles.token_tiles[token], tiles.rows[token]]
             assert set(np.flatnonzero(seen).tolist()) == seen_keys(arrays, rule, request, position)
 
 
@@ -234,14 +234,14 @@ def test_steps_of_latents_skip_masks_only_where_all_is_seen(name: str) -> None:
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, Cut(8))
         full = np.asarray(_full_steps(arrays, rule, tiles))
-        assert not _full_steps(arrays, rule._replace(reproducible=True), tiles).any()
+        assert not _full_steps(arrays, rule.replace(reproducible=True), tiles).any()
         for token, query in queries_of(arrays, Cut(TOKENS)).items():
-            steps = full[tiles.of_token[token]]
+            steps = full[tiles.token_tiles[token]]
             assert set(range(steps * STEP)) <= seen_keys(arrays, rule, *query), "a mask is missing"
             pages = np.asarray(arrays.block_tables)[query[0], : steps * STEP // rule.page_tokens]
             assert ((pages >= 0) & (pages < PAGES)).all(), "a step without a mask has a hole"
             unmasked += int(steps)
-    assert (unmasked > 0) == (rule.window is None and rule.chunk is None)
+    assert (unmasked > 0) == (rule.sliding_window is None and rule.chunk_size is None)
 
 
 @needs_mosaic
@@ -249,7 +249,7 @@ def test_steps_of_latents_skip_masks_only_where_all_is_seen(name: str) -> None:
     ("page_tokens", "size"), [(8, 64), (48, 128), (64, 64), (192, 128), (128, 64)]
 )
 def test_granules_of_a_step_lie_where_its_keys_are(page_tokens: int, size: int) -> None:
-    from pallas_kernels._paged_attention.pieces import Steps
+    from pallas_kernels._paged_attention.common import Steps
 
     rng = np.random.default_rng(page_tokens)
     steps = Steps(size, page_tokens, PAGES, 3, 5 * page_tokens, 2 * page_tokens, 0)
@@ -288,7 +288,7 @@ def test_a_running_sum_counts_up_to_each_whatever_their_number(size: int) -> Non
 
 @pytest.mark.parametrize("width", range(64, 272, 16))
 def test_parts_of_a_value_are_as_few_as_cover_it(width: int) -> None:
-    windows = rule_of("all keys")._replace(value_width=width).windows
+    windows = rule_of("all keys").replace(value_width=width).value_parts
     covered = [column for first, size in windows for column in range(first, first + size)]
     assert {*covered} == {*range(width)} and len(covered) == -(-width // 64) * 64
     assert all(size % 64 == 0 for _, size in windows)
@@ -387,7 +387,7 @@ def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_s
 )
 def test_pieces_take_each_step_of_a_long_tile_once(name: str, workers: int, monkeypatch) -> None:
     rule, cut, num_splits = rule_of(name), Cut(128, align=8, least=2), 0
-    rule = rule._replace(kv_heads=2, group=3)
+    rule = rule.replace(kv_heads=2, group=3)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 6 * workers + 5)
     monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)
@@ -452,7 +452,7 @@ def test_tiles_are_divided_where_thread_blocks_are_left_into_pieces_of_enough_st
 def test_rounds_are_as_few_as_the_workspace_allows_and_alike(
     fitting: float, at_once: int, monkeypatch
 ) -> None:
-    rule = rule_of("all keys")._replace(value_width=96)
+    rule = rule_of("all keys").replace(value_width=96)
     queries = np.arange(10 * 2 * 8 * 4).reshape(10, 2, 8, 4)
     of_tile = 3 * 2 * 8 * (96 + 2) * 4  # bytes of the results of its segments
     monkeypatch.setattr(rounds, "WORKSPACE", int(fitting * of_tile))
@@ -470,7 +470,7 @@ def test_rounds_are_as_few_as_the_workspace_allows_and_alike(
     np.testing.assert_array_equal(found, queries)
 
 
-def call_of(rule: AttentionRule, dtype: str, tokens: int = 1, batch: int = 1) -> Any:
+def call_of(rule: Config, dtype: str, tokens: int = 1, batch: int = 1) -> Any:
     """The shapes and dtypes of a call."""
     data = jax.ShapeDtypeStruct((9, 64 * rule.row_width), dtype)
     return types.SimpleNamespace(
@@ -493,18 +493,18 @@ def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int) ->
     from pallas_kernels._paged_attention.decode_block import DecodeScratch
 
     for key, value in itertools.product(range(64, 272, unit), repeat=2):
-        rule = rule_of("all keys")._replace(
+        rule = rule_of("all keys").replace(
             key_width=key, value_width=value, out_dtype=jnp.dtype("bfloat16")
         )
         arrays = call_of(rule, pages)
         shape = mosaic._prefill_shape(arrays, rule)
-        assert bytes_of(prefill._Scratch.of(shape)) <= 226 * 1024
+        assert bytes_of(prefill._Scratch.from_shape(shape)) <= 226 * 1024
         assert shape.keys * value <= 128 * 128, "registers are short"
         assert shape.keys == 128 or max(key, value) > 128, "small steps though large ones fit"
         assert value % shape.staged_width == 0 or shape.staged_width == 64
         for rows in (8, 40, 64):
             decode = mosaic._decode_shape(arrays, rule, rows)
-            scratch = DecodeScratch.of(decode, None if decode.widens else rule.out_dtype)
+            scratch = DecodeScratch.from_shape(decode, None if decode.widens else rule.out_dtype)
             assert bytes_of(scratch) * decode.thread_blocks_per_sm <= 226 * 1024
 
 
@@ -515,7 +515,7 @@ def test_a_tile_of_decoding_has_about_as_many_queries_as_requests_and_few_rows()
 
     sizes = itertools.product((1, 3, 20, 40, 64), (8, 12, 20, 100), (1, 2, 6, 99))
     for group, tokens, most in sizes:
-        rule = rule_of("all keys")._replace(group=group, max_queries=most)
+        rule = rule_of("all keys").replace(group=group, max_queries=most)
         arrays = call_of(rule, "bfloat16", tokens, batch=8)
         size = _decode_size(arrays, rule)
         wanted = min(most, max(4, math.ceil(tokens / 8)))
@@ -529,14 +529,14 @@ def test_rounds_of_xla_take_as_many_blocks_as_512_keys_have_within_their_memory(
     from pallas_kernels._paged_attention.xla import _blocks_at_once
 
     for tiles, page, heads, width in itertools.product((1, 40, 2000), (16, 200), (1, 8), (2, 99)):
-        rule = rule_of("all keys")._replace(page_tokens=page, kv_heads=heads)
+        rule = rule_of("all keys").replace(page_tokens=page, kv_heads=heads)
         arrays = types.SimpleNamespace(block_tables=np.zeros((1, width)))
         of_tiles: Any = types.SimpleNamespace(requests=np.zeros(tiles))
         blocks = _blocks_at_once(arrays, of_tiles, rule)
         wanted, bytes_each = min(width, math.ceil(512 / page)), tiles * page * heads * 128 * 4
         assert blocks == 1 or (blocks <= wanted and blocks * bytes_each <= 2**26)
         assert blocks == wanted or (blocks + 1) * bytes_each > 2**26
-        alone = _blocks_at_once(arrays, of_tiles, rule._replace(reproducible=True))
+        alone = _blocks_at_once(arrays, of_tiles, rule.replace(reproducible=True))
         assert alone == math.ceil(512 / page), "bits depend on the batch"
 
 
@@ -546,7 +546,7 @@ def test_lanes_take_all_thread_blocks_that_the_gpu_has_at_once(monkeypatch) -> N
 
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 13 * per_sm)
     for kv_heads, group in itertools.product((1, 2, 8, 40), (1, 8)):
-        rule = rule_of("all keys")._replace(kv_heads=kv_heads, group=group)
+        rule = rule_of("all keys").replace(kv_heads=kv_heads, group=group)
         decode = mosaic._decode_shape(call_of(rule, "bfloat16"), rule, 8)
         assert decode.num_workers == max(1, 13 * decode.thread_blocks_per_sm // kv_heads)
     for blocks_of_rows in (1, 2, 8, 16):
@@ -574,7 +574,7 @@ def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(gro
     @jax.jit
     def place(num_tiles: Any, heads_together: Any, num_blocks: Any) -> Any:
         kernel: Any = _Prefiller.__new__(_Prefiller)
-        kernel.rule = rule_of("all keys")._replace(kv_heads=kv_heads, group=group)
+        kernel.config = rule_of("all keys").replace(kv_heads=kv_heads, group=group)
         kernel.queries = types.SimpleNamespace(shape=(TOKENS, kv_heads * group, 64))
         kernel.num_tiles, kernel.heads_together = num_tiles, heads_together
         kernel.num_blocks, kernel.num_items = num_blocks, num_tiles * kv_heads * group
@@ -648,7 +648,7 @@ def check_halves(tiles: QueryTiles, halves: Any, places: Any, counts: Any) -> No
     )
 
 
-def check_steps(arrays: AttentionArrays, rule: AttentionRule, row: PrefillTile) -> int:
+def check_steps(arrays: AttentionArrays, rule: Config, row: PrefillTile) -> int:
     """Checks the steps of a tile. Returns how many of them take no mask."""
     steps, full = range(row.first_step, row.last_step), range(row.full_begin, row.full_end)
     assert row.count == 0 or set(full) <= set(steps)
@@ -669,7 +669,7 @@ def check_steps(arrays: AttentionArrays, rule: AttentionRule, row: PrefillTile) 
 def test_as_many_heads_come_together_as_the_cache_holds_of_requests_with_tiles(
     kv_heads: int, fit: int, together: int, monkeypatch
 ) -> None:
-    rule = rule_of("all keys")._replace(kv_heads=kv_heads)
+    rule = rule_of("all keys").replace(kv_heads=kv_heads)
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, Cut(16, align=8, least=2))
         lens, counts = np.asarray(arrays.seq_lens), np.diff(np.asarray(arrays.query_start_loc))
@@ -707,9 +707,9 @@ def test_padding_takes_no_part_of_the_lanes() -> None:
 
 @needs_mosaic
 def test_scores_far_beyond_the_cap_are_the_cap() -> None:
-    from pallas_kernels._paged_attention.pieces import LOG2E, cap
+    from pallas_kernels._paged_attention.common import LOG2E, cap
 
-    rule = rule_of("all keys")._replace(soft_cap=2.0)
+    rule = rule_of("all keys").replace(soft_cap=2.0)
     scores = np.array([-1e9, -1e4, -1, 0, 2, 1e4, 1e9], np.float32)
     capped, factor = cap(rule, jnp.asarray(scores / 4), jnp.float32(4))
     np.testing.assert_allclose(capped * factor / LOG2E, 2 * np.tanh(scores / 2), rtol=1e-6)

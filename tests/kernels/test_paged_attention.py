@@ -24,10 +24,10 @@ from pallas_kernels import (
     SharedPrefixes,
     StridedPages,
     _capability,
-    paged_attention,
 )
 from pallas_kernels._paged_attention import xla
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.kernels import calls
 
 INTERLEAVE, RANK = 4, 1  # of positions
 PACKED, SCALED = "fp8_ds_mla", 128  # rows of bytes, and how many of their values share a scale
@@ -276,10 +276,10 @@ def strided(pages: jax.Array, place: str) -> jax.Array | StridedPages:
     if not place:
         return pages
     if place == "NHD in an array":
-        return StridedPages.of_array(pages)
+        return StridedPages.from_array(pages)
     by_head = jnp.swapaxes(pages, 1, 2)
     if place == "HND in an array":
-        return StridedPages.of_array(by_head, heads_first=True)
+        return StridedPages.from_array(by_head, heads_first=True)
     blocks, tokens, kv_heads, width = pages.shape
     start = 8 * width * pages.dtype.itemsize * (kv_heads if place == "NHD" else 1)
     if place == "heads apart":  # [heads, layers, blocks, bytes], the second of two layers
@@ -351,7 +351,7 @@ def test_mosaic_takes_pages_among_whole_groups_of_8_rows_only(
     pages = StridedPages(jnp.array(data), array.dtype, *array.shape, start=widths[1][0])
     assert_same_bytes(jax.jit(lambda: pages.read(np.arange(len(array))))(), array)
     with pytest.raises(NotImplementedError, match="between them, are not multiples of 8 rows"):
-        paged_attention(
+        calls.attend(
             *(given.queries, pages, *given[2:4]),
             value_width=case.value,
             implementation="mosaic_gpu",
@@ -361,7 +361,7 @@ def test_mosaic_takes_pages_among_whole_groups_of_8_rows_only(
 @functools.partial(jax.jit, static_argnames=("case", "implementation"))
 def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.Array, jax.Array]:
     queries, pages, *arrays, first_positions, sinks, key_scale, value_scale = arguments
-    return paged_attention(
+    return calls.attend(
         queries,
         strided(pages, case.place),
         *arrays,
@@ -384,7 +384,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
     )
 
 
-at_once = jax.jit(paged_attention, static_argnames=("return_lse", "out_dtype"))  # in one program
+at_once = jax.jit(calls.attend, static_argnames=("return_lse", "out_dtype"))  # in one program
 
 
 def check(case: Case, arguments: Arguments, implementation: str) -> None:
@@ -661,7 +661,7 @@ def test_thread_blocks_that_combine_cover_all_columns_and_load_at_most_1024(valu
     from pallas_kernels._paged_attention.combine import _Split
 
     for workers, tiles in itertools.product((1, 8, 15, 66, 132, 528), (1, 2, 7, 64, 4096)):
-        split = _Split.of(value_width, workers, tiles)
+        split = _Split.choose(value_width, workers, tiles)
         assert value_width % split.width == 0
         assert split.together * split.width <= 1024
         assert split.together >= 2, "a tile that is not whole has two"
@@ -721,7 +721,7 @@ def lower(function: Any, arguments: list[jax.ShapeDtypeStruct], platform: str = 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_shapes_of_models_lower_for_cuda(shape: Shape) -> None:
     attend = functools.partial(
-        paged_attention,
+        calls.attend,
         implementation="mosaic_gpu",
         sliding_window=99,
         max_query_len=shape.most,
@@ -736,7 +736,7 @@ def test_the_shapes_of_models_lower_for_cuda(shape: Shape) -> None:
 
 @needs_mosaic
 def test_the_kernels_count_in_int32_under_x64_too() -> None:
-    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+    attend = functools.partial(calls.attend, implementation="mosaic_gpu")
     with jax.enable_x64(True):
         text = lower(attend, NARROW.arguments(per_request=False))
     assert text.count("custom_call @mosaic_gpu") == NARROW.launches
@@ -746,10 +746,10 @@ def test_the_kernels_count_in_int32_under_x64_too() -> None:
 def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
     monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
     arguments = PLAIN.arguments(per_request=True)
-    assert lower(paged_attention, arguments).count("custom_call @mosaic_gpu") == PLAIN.launches
-    assert "mosaic_gpu" not in lower(paged_attention, arguments, "cpu")
+    assert lower(calls.attend, arguments).count("custom_call @mosaic_gpu") == PLAIN.launches
+    assert "mosaic_gpu" not in lower(calls.attend, arguments, "cpu")
     arguments[0] = jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32)
-    assert "mosaic_gpu" not in lower(paged_attention, arguments)
+    assert "mosaic_gpu" not in lower(calls.attend, arguments)
 
 
 @needs_mosaic
@@ -800,7 +800,7 @@ def test_mosaic_takes_all_up_to_its_limits(case: Case, monkeypatch) -> None:
     monkeypatch.setattr(call, "choose", lambda _, reason, **attend: (reason, None))
     packing = PACKED if case.pages == PACKED else None
     options: Any = {"value_width": case.value, "row_packing": packing}
-    assert paged_attention(*make(case, [3, 2, 1], None)[:4], **options) is None
+    assert calls.attend(*make(case, [3, 2, 1], None)[:4], **options) is None
 
 
 def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
@@ -808,7 +808,7 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
     monkeypatch.setattr(jax, "__version__", "0.10.2")
     given = make(Case(), [3, 2, 1], None)
     with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, and this is jax 0\.10\.2; use"):
-        paged_attention(*given[:4], implementation="mosaic_gpu")
+        calls.attend(*given[:4], implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
@@ -885,7 +885,7 @@ def test_it_composes_with_scan_and_shard_map_over_heads() -> None:
 
     def layers(queries, pages, *others):
         def layer(queries, _):
-            return paged_attention(queries, pages, *others), None
+            return calls.attend(queries, pages, *others), None
 
         return jax.lax.scan(layer, queries, None, length=2)[0]
 
@@ -981,7 +981,6 @@ BAD = [
         TypeError,
         "pages must be uint8 with row_packing='fp8_ds_mla', got flo",
     ),
-    ("key_width", 7, ValueError, "key_width=7 must be the width of queries, 8"),
 ]
 
 
@@ -990,7 +989,7 @@ BAD = [
 )
 def test_bad_input_is_refused_by_name(argument, value, error, message) -> None:
     with pytest.raises(error, match=message):
-        paged_attention(**{**GOOD, argument: value})
+        calls.attend(**{**GOOD, argument: value})
 
 
 @pytest.mark.parametrize(
@@ -1001,7 +1000,7 @@ def test_rows_that_are_no_key_and_value_are_refused(key, row, value) -> None:
     widths = f"queries are {key} wide and rows of pages {row}; a.row must be a key"
     arguments = {**GOOD, "queries": jnp.ones((3, 4, key)), "pages": jnp.ones((5, 2, 2, row))}
     with pytest.raises(ValueError, match=widths):
-        paged_attention(**arguments, value_width=value)
+        calls.attend(**arguments, value_width=value)
 
 
 @pytest.mark.parametrize(
@@ -1017,10 +1016,10 @@ def test_packed_rows_of_other_widths_are_refused(key, value, row, message) -> No
     arguments = {**GOOD, "queries": jnp.ones((3, 4, key)), "row_packing": PACKED}
     arguments["pages"] = jnp.ones((5, 2, 2, row), jnp.uint8)
     with pytest.raises(ValueError, match=message):
-        paged_attention(**arguments, value_width=value)
+        calls.attend(**arguments, value_width=value)
 
 
-GOOD_PAGES = StridedPages.of_array(GOOD["pages"])
+GOOD_PAGES = StridedPages.from_array(GOOD["pages"])
 
 
 @pytest.mark.parametrize(
@@ -1036,13 +1035,13 @@ GOOD_PAGES = StridedPages.of_array(GOOD["pages"])
 )
 def test_pages_that_do_not_lie_in_their_data_are_refused(change, message) -> None:
     with pytest.raises(ValueError, match=message):
-        paged_attention(**GOOD | {"pages": GOOD_PAGES._replace(**change)})
+        calls.attend(**GOOD | {"pages": GOOD_PAGES._replace(**change)})
 
 
 def test_limits_beyond_int32_are_none() -> None:
     given = make(Case(), [70, 40, 128], None)
     limits = {"sliding_window": 2**31, "chunk_size": 2**40, "max_query_len": 2**40}
-    attend_all = jax.jit(functools.partial(paged_attention, **limits, return_lse=True))
+    attend_all = jax.jit(functools.partial(calls.attend, **limits, return_lse=True))
     check_output(Case(), given, *attend_all(*given[:4]))
 
 
@@ -1069,7 +1068,7 @@ def test_more_tokens_than_int32_counts_are_refused(
 
     def run(queries: jax.Array, data: jax.Array, *rest: jax.Array) -> jax.Array:
         pages = StridedPages(data, data.dtype, blocks, 16, 1, 128, page_step=extents // blocks)
-        return paged_attention(queries, pages, *rest, implementation="mosaic_gpu")
+        return calls.attend(queries, pages, *rest, implementation="mosaic_gpu")
 
     with pytest.raises(error, match=message):
         jax.eval_shape(run, *arguments)
@@ -1080,13 +1079,13 @@ def test_more_tokens_than_int32_counts_are_refused(
 def test_limits_go_neither_with_interleaving_nor_with_all_keys(limit, other) -> None:
     (name,) = other
     with pytest.raises(ValueError, match=f"{name}.* does not go with sliding_window or chunk_size"):
-        paged_attention(**GOOD | other | {limit: 4})
+        calls.attend(**GOOD | other | {limit: 4})
 
 
 @needs_mosaic
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_an_output_has_the_dtype_that_is_asked_for(implementation) -> None:
-    wide = functools.partial(paged_attention, out_dtype="float32", implementation=implementation)
+    wide = functools.partial(calls.attend, out_dtype="float32", implementation=implementation)
     program = jax.make_jaxpr(wide)(*PLAIN._replace(value=64).arguments(per_request=True))
     (out,) = program.out_avals
     assert out.dtype == jnp.float32 and out.shape == (64, 32, 64)
@@ -1095,6 +1094,6 @@ def test_an_output_has_the_dtype_that_is_asked_for(implementation) -> None:
 
 @pytest.mark.parametrize(("row", "value"), [(14, 6), (14, None), (8, 8), (8, 3)])
 def test_good_input_is_not_refused(row, value) -> None:
-    attend_all = functools.partial(paged_attention, key_width=8, value_width=value)
+    attend_all = functools.partial(calls.attend, value_width=value)
     out = jax.eval_shape(attend_all, **GOOD | {"pages": jnp.ones((5, 2, 2, row))})
     assert out.shape == (3, 4, value or 6)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import PackedRow, _capability, paged_attention
+from pallas_kernels import PackedRow, _capability
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, needs_mosaic
+from tests.kernels import calls
 from tests.kernels.test_paged_attention import (
     PACKED,
     Case,
@@ -145,7 +146,7 @@ def test_the_shapes_of_models_lower_for_cuda(
 ) -> None:
     case = MLA._replace(heads=heads, page_tokens=page_tokens, pages=pages)
     call = functools.partial(
-        paged_attention,
+        calls.attend,
         value_width=512,
         row_packing=PACKED if pages == PACKED else None,
         implementation="mosaic_gpu",

@@ -1,6 +1,7 @@
 """Recurrent layers over pages against NumPy: steps, drafts, prompts, and states in place."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from jaxkv.testing import assert_same_bytes
 from pallas_kernels import (
     Convolution,
+    RequestStates,
     StatePages,
     _mosaic,
     causal_conv1d,
@@ -224,12 +226,12 @@ def call(
     options: dict[str, Any] = {"convolution": conv, "implementation": implementation}
     options |= {"scale": layer.scale} if layer.scale is not None else {}
     options |= {"out_dtype": dtype(layer.out)} if layer.out else {}
-    ids = given.read_ids, given.write_ids[:, 0]
+    requests = RequestStates(given.read_ids, given.write_ids[:, 0])
     if ragged:
-        ids = (given.read_ids, given.write_ids, given.starts)
-        options |= {"write_after": given.write_after, "max_query_len": most}
-        options |= {"query_lens": given.lens} if layer.holes else {}
-    arguments = given.inputs, given.log_decay, given.beta, states, *ids
+        lens = given.lens if layer.holes else None
+        lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
+        requests = RequestStates(*lists, max_query_len=most)
+    arguments = given.inputs, given.log_decay, given.beta, states, requests
     if layer.rule == "scan":
         options |= {} if layer.values_first else {"values_first": False}
         return selective_scan(*arguments, num_groups=layer.key_heads, **options)
@@ -640,8 +642,8 @@ def test_a_convolution_of_padding_gives_zeros(implementation: str) -> None:
     @jax.jit
     def convolved(given: Arrays) -> Any:
         conv = Convolution(pages_of(layer, given.data)[1], given.weights, given.bias)
-        how = {"implementation": implementation}
-        return causal_conv1d(given.inputs, conv, read_ids, write_ids, **how)[1]
+        requests = RequestStates(read_ids, write_ids)
+        return causal_conv1d(given.inputs, conv, requests, implementation=implementation)[1]
 
     with kernels_run():
         outputs = np.asarray(convolved(jax.tree.map(jnp.array, given)))
@@ -742,11 +744,10 @@ def test_a_convolution_by_itself(
         _, pages = pages_of(layer, given.data)
         bias = given.bias if layer.bias else None
         conv = Convolution(pages, given.weights, bias, silu=layer.silu)
-        return causal_conv1d(
-            given.inputs, conv, given.read_ids, given.write_ids, given.starts,
-            write_after=given.write_after, max_query_len=most, implementation=implementation,
-            query_lens=given.lens if layer.holes else None,
-        )  # fmt: skip
+        lens = given.lens if layer.holes else None
+        lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
+        requests = RequestStates(*lists, max_query_len=most)
+        return causal_conv1d(given.inputs, conv, requests, implementation=implementation)
 
     with kernels_run():
         data, out = convolved(jax.tree.map(jnp.array, given))
@@ -768,14 +769,25 @@ GOOD = {
     "log_decay": jnp.zeros((3, 2)),
     "beta": jnp.ones((3, 2)),
     "states": StatePages(jnp.zeros((9, 8192)), jnp.float32, (2, 64, 64), 9),
-    "read_ids": jnp.zeros(3, jnp.int32),
-    "write_ids": jnp.zeros(3, jnp.int32),
     "num_key_heads": 1,
+    "requests": RequestStates(jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32)),
 }
+OF_REQUESTS = {field.name for field in dataclasses.fields(RequestStates)}
+
+
+def arguments_of(changed: dict[str, Any], good: dict[str, Any] = GOOD) -> dict[str, Any]:
+    """Returns good arguments with some of them, or fields of requests, changed."""
+    fields = {name: value for name, value in changed.items() if name in OF_REQUESTS}
+    requests = dataclasses.replace(good["requests"], **fields)
+    others = {name: value for name, value in changed.items() if name not in fields}
+    return good | {"requests": requests} | others
+
+
 IDS = as_ids([0, 1])
 WINDOWS = StatePages(GOOD["states"].data, jnp.float32, (3, 256), 9)
 BAD = [
     ("inputs", None, TypeError, "inputs must be an array of numbers, got NoneType"),
+    ("requests", 5, TypeError, "requests must be of type RequestStates, got int"),
     ("states", 5, TypeError, "states must be of type StatePages, got int"),
     ("scale", "x", ValueError, "scale='x' must be a finite number, or None"),
     ("scale", "1.5", ValueError, "scale='1.5' must be a finite number, or None"),
@@ -897,7 +909,7 @@ BAD = [
 @pytest.mark.parametrize(("name", "value", "error", "text"), BAD)
 def test_bad_arguments_are_refused_by_name(name, value, error, text) -> None:
     with pytest.raises(error, match=text):
-        gated_delta_rule(**GOOD | {name: value})
+        gated_delta_rule(**arguments_of({name: value}))
 
 
 @pytest.mark.parametrize(
@@ -908,21 +920,21 @@ def test_bad_arguments_are_refused_by_name(name, value, error, text) -> None:
         ({"log_decay": jnp.zeros((3, 2, 64))}, ValueError, r"log_decay has .* wants \(3, 2\)$"),
         ({"steps": jnp.ones((3, 1))}, ValueError, "steps has shape"),
         ({"steps": jnp.ones((3, 2), jnp.int32)}, TypeError, "steps must be one of float32"),
-        (dict.fromkeys(("read_ids", "write_ids"), IDS), ValueError, "3 tokens for 2 requests"),
+        ({"requests": RequestStates(IDS, IDS)}, ValueError, "3 tokens for 2 requests"),
     ],
 )
 def test_bad_arguments_of_a_scan_are_refused_by_its_names(changed, error, text) -> None:
-    good = {name: GOOD[name] for name in ("inputs", "log_decay", "states", "read_ids", "write_ids")}
+    good = {name: GOOD[name] for name in ("inputs", "log_decay", "states", "requests")}
     with pytest.raises(error, match=text):
         selective_scan(**good | {"steps": GOOD["beta"], "num_groups": 1} | changed)
 
 
 def test_several_pages_of_single_tokens_need_no_starts() -> None:
     ids = {"read_ids": as_ids([1, 2, 3]), "write_ids": as_ids([[4, 5], [6, 7], [8, 0]])}
-    given = GOOD | ids | {"write_after": as_ids([[0, 1], [1, 2], [1, 0]])}
-    found = jax.jit(lambda: gated_delta_rule(**given))()
-    given |= {"write_ids": as_ids([5, 6, 8]), "write_after": None}
-    wanted = jax.jit(lambda: gated_delta_rule(**given))()
+    ids["write_after"] = as_ids([[0, 1], [1, 2], [1, 0]])
+    found = jax.jit(lambda: gated_delta_rule(**arguments_of(ids)))()
+    last = {"read_ids": ids["read_ids"], "write_ids": as_ids([5, 6, 8])}
+    wanted = jax.jit(lambda: gated_delta_rule(**arguments_of(last)))()
     for array, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(array, other, rtol=1e-4)
 
@@ -930,9 +942,9 @@ def test_several_pages_of_single_tokens_need_no_starts() -> None:
 def test_requests_without_a_token_need_no_starts() -> None:
     ids = {"read_ids": as_ids([1, 2, 3]), "write_ids": as_ids([4, 5, 6])}
     lens = {"query_lens": as_ids([1, 0, 1])}
-    found = jax.jit(lambda: gated_delta_rule(**GOOD | ids | lens))()
+    found = jax.jit(lambda: gated_delta_rule(**arguments_of(ids | lens)))()
     ids = {name: np.where([0, 1, 0], as_ids(-1), of) for name, of in ids.items()}
-    wanted = jax.jit(lambda: gated_delta_rule(**GOOD | ids))()
+    wanted = jax.jit(lambda: gated_delta_rule(**arguments_of(ids)))()
     for array, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(array, other, rtol=1e-4)
 
@@ -943,16 +955,17 @@ def test_without_requests_nothing_runs_and_all_is_padding(implementation, count)
     none, start = as_ids([]), as_ids([0])
     states = GOOD["states"]._replace(shape=(2, 32, 96))
     inputs, beta = (jnp.full((count, n), jnp.nan) for n in (256, 2))
-    how = {"query_start_loc": start, "max_query_len": 1, "implementation": implementation}
+    requests = RequestStates(none, none, start, max_query_len=1)
+    how = {"requests": requests, "implementation": implementation}
 
     def run_both(data: Any) -> Any:
         pages = states._replace(data=data), WINDOWS._replace(data=data)
         conv = Convolution(pages[1], jnp.ones((4, 256)))
-        arguments = {"states": pages[0], "read_ids": none, "write_ids": none, "inputs": inputs}
+        arguments = {"states": pages[0], "inputs": inputs}
         arguments |= {"log_decay": beta, "beta": beta, "convolution": conv} | how
         arguments["out_dtype"] = jnp.bfloat16
         return (
-            causal_conv1d(inputs, conv, none, none, **how),
+            causal_conv1d(inputs, conv, **how),
             gated_delta_rule(**GOOD | arguments),
         )
 

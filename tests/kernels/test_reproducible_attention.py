@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import _capability, paged_attention
+from pallas_kernels import _capability
 from pallas_kernels._paged_attention import rounds, tasks
 from pallas_kernels._paged_attention.arguments import _whole_splits
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.kernels import calls
 from tests.kernels.test_attention_tasks import rule_of
 from tests.kernels.test_paged_attention import lower
 
@@ -119,7 +120,7 @@ def attend_at(case: Case, place: Place, attend: Callable) -> dict[int, Bits]:
 
 def make_attend(case: Case, implementation: str) -> Callable:
     def attend(queries, pages, tables, lens, loc, firsts):
-        return paged_attention(
+        return calls.attend(
             *(queries, pages, tables, lens, loc),
             first_positions=None if case.window is None else firsts,
             sliding_window=case.window,
@@ -234,12 +235,12 @@ def test_tables_that_begin_anywhere_have_each_page_in_one_place_of_a_segment(
 ) -> None:
     monkeypatch.setattr(tasks, "SPLIT", steps)
     for page in [24, 96, 100, 192]:
-        rule = rule_of("a window")._replace(page_tokens=page, reproducible=True)
+        rule = rule_of("a window").replace(page_tokens=page, reproducible=True)
         pages = np.arange(40)[:, None] + np.arange(3)[None]  # tables that begin with any page
         arrays = map(jnp.asarray, (as_ids(pages), as_ids(pages[:, 0] * page)))
         found, firsts = _whole_splits(rule, *arrays)
         width = found.shape[1] * page
-        fixed = tasks.FixedSplits.of(rule, found.shape[1])
+        fixed = tasks.FixedSplits.from_config(rule, found.shape[1])
         assert fixed == (steps, -(-width // (steps * tasks.STEP)))
         assert (np.asarray(firsts) % (steps * tasks.STEP) == 0).all()
         for table, first, held in zip(*map(np.asarray, (found, firsts)), pages, strict=True):
@@ -257,7 +258,7 @@ def test_segments_that_lanes_decide_are_found(monkeypatch) -> None:
     from pallas_kernels._paged_attention import decode, mosaic
 
     monkeypatch.setattr(decode, "split_steps", lambda rule: None)
-    monkeypatch.setattr(mosaic.FixedSplits, "of", lambda rule, width: None)
+    monkeypatch.setattr(mosaic.FixedSplits, "from_config", lambda rule, width: None)
     case = Case(((2, 0, 3),), page_tokens=64)
     with pytest.raises(AssertionError, match="position 179 has other bits"):
         check_same_bits(case, Place(0, 1, 180, 1, seed=2), make_attend(case, "mosaic_gpu"))
@@ -276,7 +277,7 @@ def test_segments_have_the_same_sum_however_many_lanes_there_are(latent: bool, m
     monkeypatch.setattr(combine, "ELEMENTS_TOGETHER", 256)  # 2 or 4 segments
     rng, width = np.random.default_rng(0), 128
     rows, count = (2, 4) if latent else (8, 6)
-    rule = rule_of("all keys")._replace(group=rows, value_width=width, reproducible=True)
+    rule = rule_of("all keys").replace(group=rows, value_width=width, reproducible=True)
     fields = dict.fromkeys(tasks.Tile._fields, 0) | {"count": 1, "used_tokens": 1}
     tiles = as_ids([[*(fields | {"num_splits": count}).values()]])
     shape = (count, rows) if latent else (count, 1, rows)
@@ -324,7 +325,7 @@ def test_one_kernel_serves_decodes_and_prompts() -> None:
         struct((999, 16, 8, 256), jnp.bfloat16),
         *(struct(shape, jnp.int32) for shape in ((64, 64), (64,), (65,))),
     ]
-    attend = functools.partial(paged_attention, reproducible=True, implementation="mosaic_gpu")
+    attend = functools.partial(calls.attend, reproducible=True, implementation="mosaic_gpu")
     text = lower(attend, arguments)
     assert text.count("custom_call @mosaic_gpu") == 4
     assert "paged_attention_prefill" not in text

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Interleaving, SharedPrefixes, _capability, paged_attention
+from pallas_kernels import Interleaving, SharedPrefixes, _capability
 from pallas_kernels._paged_attention import shared as shared_tiles
 from pallas_kernels._paged_attention.prefill_tasks import PrefillTile, has_holes
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.kernels import calls
 from tests.kernels.test_attention_tasks import FIRST_ROW, batches, rule_of
 from tests.kernels.test_paged_attention import (
     PACKED,
@@ -66,7 +67,7 @@ def share_pages(case: Case, forest: Forest) -> tuple[Arguments, SharedPrefixes]:
 @functools.partial(jax.jit, static_argnames=("case", "implementation"))
 def attend(arguments: Arguments, shared: SharedPrefixes, case: Case, implementation: str) -> Any:
     queries, pages, tables, lens, _, _, sinks, key_scale, value_scale = arguments
-    return paged_attention(
+    return calls.attend(
         *(queries, pages, tables, lens),
         scale=case.scale,
         soft_cap=case.cap,
@@ -170,20 +171,20 @@ def test_each_request_that_shares_has_one_place_in_the_tiles_of_its_group(monkey
         for group, of_group in enumerate(np.split(members, cuts)[:-1]):
             shared = max(0, min([tokens[group], *lens[of_group] - 1])) // STEP * STEP
             for member in of_group.tolist() if shared else ():
-                at = places[member] = int(found.of_request[member]), int(found.slots[member])
+                at = places[member] = int(found.request_tiles[member]), int(found.slots[member])
                 assert found.requests[at] == member and at[1] < found.tiles.counts[at[0]]
                 assert found.tiles.requests[at[0]] == of_group[0]
                 assert found.lens[member] == found.tiles.ends[at[0]] == shared
         assert found.tiles.counts.sum() == len({*places.values()}) == len(places)
-        alone = [request for request in range(batch) if request not in places]
-        assert (found.of_request[as_ids(alone)] == -1).all() and not found.lens[as_ids(alone)].any()
+        alone = as_ids([request for request in range(batch) if request not in places])
+        assert (found.request_tiles[alone] == -1).all() and not found.lens[alone].any()
 
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_a_tile_has_as_many_requests_as_fit_its_rows_and_at_least_one(latent: bool) -> None:
     rows = 64 if latent else 128
     for group in range(1, 2 * rows):
-        rule = rule_of("all keys")._replace(group=group, values_in_keys=latent)
+        rule = rule_of("all keys").replace(group=group, values_in_keys=latent)
         each = -(-group // 2) * 2
         fitting = [size for size in range(1, rows + 1) if size * each <= rows]
         assert shared_tiles.tile_size(rule) == max(fitting, default=1)
@@ -191,7 +192,7 @@ def test_a_tile_has_as_many_requests_as_fit_its_rows_and_at_least_one(latent: bo
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(workers: int) -> None:
-    rule, keys = rule_of("all keys")._replace(group=3, kv_heads=2), 128
+    rule, keys = rule_of("all keys").replace(group=3, kv_heads=2), 128
     zeros, forms = as_ids([0] * 4), list(batches(rule, each_one=True))
 
     @jax.jit
@@ -320,7 +321,7 @@ def test_latents_of_many_heads_are_read_for_each(heads: int) -> None:
 
     def attend(queries, pages, tables, lens, shared):
         options: Any = {"value_width": 512, "implementation": "mosaic_gpu"}
-        return paged_attention(queries, pages, tables, lens, shared_prefixes=shared, **options)
+        return calls.attend(queries, pages, tables, lens, shared_prefixes=shared, **options)
 
     queries = struct((8, heads, 576), jnp.bfloat16)
     pages = struct((99, 64, 1, 576), jnp.bfloat16)
@@ -343,13 +344,13 @@ def test_what_does_not_go_with_sharing_is_refused(argument: str, value: Any) -> 
     given = make(Case(), [3, 2, 1], None)
     nothing = SharedPrefixes(*(as_ids(array) for array in ([-1] * 3, [0], [0])))
     with pytest.raises(ValueError, match=f"shared_prefixes does not go with {argument}"):
-        paged_attention(*given[:4], **{"shared_prefixes": nothing, argument: value})
+        calls.attend(*given[:4], **{"shared_prefixes": nothing, argument: value})
 
 
 @pytest.mark.parametrize(("members", "groups"), [(0, 0), (0, 2), (3, 0)])
 def test_without_room_for_a_group_or_a_member_nothing_is_shared(members: int, groups: int) -> None:
     given = make(Case(), [3, 2, 1], None)
     room = SharedPrefixes(*(as_ids([0] * size) for size in (members, groups, groups)))
-    call = jax.jit(paged_attention)
+    call = jax.jit(calls.attend)
     found, wanted = (call(*given[:4], shared_prefixes=shared) for shared in (room, None))
     np.testing.assert_array_equal(found, wanted)

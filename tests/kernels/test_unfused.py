@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Convolution, StatePages, _capability, gated_delta_rule, paged_attention
+from pallas_kernels import Convolution, RequestStates, StatePages, _capability, gated_delta_rule
 from tests.helpers import HAS_MOSAIC, ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.kernels import calls
 from tests.kernels.subjects import SUBJECTS
 
 HEADS, PAGES, PAGE_TOKENS = 2, 8, 32
@@ -49,7 +50,7 @@ def attention(
     tables, lens = as_ids(np.arange(16).reshape(2, 8) % PAGES), as_ids([8 * PAGE_TOKENS, 41])
 
     def attend(queries: Any, pages: Any) -> Any:
-        return paged_attention(
+        return calls.attend(
             *(queries, pages, tables, lens, loc),
             return_lse=True,
             implementation="mosaic_gpu",
@@ -73,7 +74,8 @@ def recurrence(loc: np.ndarray | None = None, width: int = 0) -> Program:
             conv = Convolution(pages, jnp.full((width, channels), 1 / width, jnp.bfloat16))
         gates = jnp.full((tokens, HEADS), 0.5, jnp.float32)
         return gated_delta_rule(
-            *(inputs, -gates, gates, StatePages(data, jnp.float32, STATE, PAGES), IDS, IDS, loc),
+            *(inputs, -gates, gates, StatePages(data, jnp.float32, STATE, PAGES)),
+            RequestStates(IDS, IDS, loc),
             num_key_heads=1,
             convolution=conv,
             implementation="mosaic_gpu",

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxkv._src.attention._kernel import AttentionRule, attend_to_layer
+from jaxkv._src.attention._kernel import attend_to_layer
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_choice, check_number
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.internal.persistent_jit import persistent_jit
 from jaxkv._src.pool import (
     SAME,
@@ -25,7 +26,7 @@ from jaxkv._src.pool import (
     token_spec,
 )
 from jaxkv._src.specs import FullAttentionSpec, MLASpec
-from pallas_kernels import Implementation, PackedRow, RowPacking
+from pallas_kernels import AttentionRule, Implementation, PackedRow, RowPacking
 
 
 def attend(
@@ -242,15 +243,15 @@ def _rule(
             + (f" ({kv_heads} KV heads on each of {ranks} devices)" if ranks > 1 else "")
         )
     return AttentionRule(
-        kv_heads=kv_heads,
-        value_size=value_size,
-        is_latent=isinstance(spec, MLASpec),
-        row_packing=row_packing,
         scale=spec.head_size**-0.5 if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        window=growth.window,
-        chunk=growth.chunk,
+        sliding_window=None if growth.window == INT32_MAX else growth.window,
+        chunk_size=None if growth.chunk == INT32_MAX else growth.chunk,
         causal=growth.stores == "tokens",
+        value_width=value_size,
+        row_packing=row_packing,
+        reproducible=bound.batch.shape.reproducible,
+        out_dtype="float32" if layout.context_parallel > 1 else None,
     )
 
 

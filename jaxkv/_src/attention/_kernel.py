@@ -1,35 +1,21 @@
 """The call of `pallas_kernels.paged_attention` for a layer: its pages, tables and lengths."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxkv._src.cache import StepBatch, expand_blocks
 from jaxkv._src.internal.indexing import take
-from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.pool import BoundLayer
+from jaxkv._src.specs import MLASpec
 from pallas_kernels import (
+    AttentionRule,
     Interleaving,
-    RowPacking,
+    RequestPages,
     SharedPrefixes,
     StridedPages,
     paged_attention,
 )
-
-
-class AttentionRule(NamedTuple):
-    """The keys that a token sees in a layer, and the shape of its rows."""
-
-    kv_heads: int
-    value_size: int
-    is_latent: bool  # the value is a prefix of the key
-    row_packing: RowPacking | None  # rows hold their scales
-    scale: float
-    soft_cap: float | None
-    window: int
-    chunk: int
-    causal: bool  # False: each token sees all tokens of the encoder
 
 
 def attend_to_layer(
@@ -47,38 +33,20 @@ def attend_to_layer(
     flat = queries.reshape(-1, *queries.shape[-2:])
     if not one_each and batch.is_rectangular:
         flat = flat.at[_flat_places(batch)].get(mode="fill", fill_value=0)
-    lens = batch.seq_lens if rule.causal else batch.encoder_lens
     key_scale, value_scale = bound.key_value_scales
     if rule.row_packing is not None:
         key_scale = 1.0
     rank, is_interleaved = layout.context_rank(), layout.context_parallel > 1
     if sinks is not None and is_interleaved:  # only one rank counts the sinks
         sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)
-    limited = min(rule.window, rule.chunk) < INT32_MAX
     out, lse = paged_attention(
         flat,
         _pages(bound),
-        _tables(bound),
-        jnp.where(batch.query_lens > 0, lens, 0),
-        None if one_each else batch.query_start_loc,
-        scale=rule.scale,
-        sliding_window=None if rule.window == INT32_MAX else rule.window,
-        chunk_size=None if rule.chunk == INT32_MAX else rule.chunk,
-        soft_cap=rule.soft_cap,
+        _requests(bound, rule, one_each),
+        rule,
         sinks=sinks,
         key_scale=key_scale,
-        value_scale=key_scale if rule.is_latent else value_scale,
-        value_width=rule.value_size,
-        row_packing=rule.row_packing,
-        causal=rule.causal,
-        first_positions=bound.requests.first_positions if limited else None,
-        interleaving=Interleaving(rank, layout.context_parallel, layout.interleave_tokens)
-        if is_interleaved
-        else None,
-        reproducible=batch.shape.reproducible,
-        shared_prefixes=_shared_prefixes(batch, rule) if one_each and not limited else None,
-        max_query_len=batch.shape.max_query_len,
-        out_dtype=jnp.float32 if is_interleaved else None,
+        value_scale=key_scale if isinstance(bound.form.spec, MLASpec) else value_scale,
         return_lse=True,
         implementation=bound.implementation,
     )
@@ -87,13 +55,29 @@ def attend_to_layer(
     if not one_each and batch.is_rectangular:
         places = _rectangular_places(batch)
         out = out.at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return out.reshape(*shape, rule.value_size)
+    return out.reshape(*shape, rule.value_width)
 
 
-def _shared_prefixes(batch: StepBatch, rule: AttentionRule) -> SharedPrefixes | None:
-    if not (batch.shape.shared_prefixes and rule.causal):
-        return None
-    return SharedPrefixes(*batch.prefix_groups)
+def _requests(bound: BoundLayer, rule: AttentionRule, one_each: bool) -> RequestPages:
+    """Returns the requests of a step; ``one_each``: each has one query."""
+    layout, batch = bound.layout, bound.batch
+    lens = batch.seq_lens if rule.causal else batch.encoder_lens
+    limited = rule.sliding_window is not None or rule.chunk_size is not None
+    interleaving = shared_prefixes = None
+    if layout.context_parallel > 1:
+        ranks, tokens = layout.context_parallel, layout.interleave_tokens
+        interleaving = Interleaving(layout.context_rank(), ranks, tokens)
+    if batch.shape.shared_prefixes and rule.causal and one_each and not limited:
+        shared_prefixes = SharedPrefixes(*batch.prefix_groups)
+    return RequestPages(
+        _tables(bound),
+        jnp.where(batch.query_lens > 0, lens, 0),
+        None if one_each else batch.query_start_loc,
+        first_positions=bound.requests.first_positions if limited else None,
+        interleaving=interleaving,
+        shared_prefixes=shared_prefixes,
+        max_query_len=batch.shape.max_query_len,
+    )
 
 
 def _pages(bound: BoundLayer) -> StridedPages:

@@ -27,7 +27,8 @@ def layer_view(cache: KVCache, layer: str) -> Array:
         pages = jaxkv.layer_view(cache, "layer")                # [blocks, block_size, heads, K + V]
         tables = batch.kernel_block_tables("layer")             # ids on the first axis of pages
         lens = batch.seq_lens, batch.query_start_loc
-        out = pallas_kernels.paged_attention(queries, pages, tables, *lens)
+        requests = pallas_kernels.RequestPages(tables, *lens)
+        out = pallas_kernels.paged_attention(queries, pages, requests)
 
     The block axis counts kernel blocks of the cache's ``kernel_block_sizes``. On a GPU the view
     costs nothing inside ``jit``: XLA passes the same bytes on. XLA's CPU backend copies the pool,

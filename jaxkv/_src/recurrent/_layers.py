@@ -24,6 +24,7 @@ from jaxkv._src.specs import StateSpec
 from pallas_kernels import (
     Convolution,
     Implementation,
+    RequestStates,
     causal_conv1d,
     gated_delta_rule,
     selective_scan,
@@ -321,29 +322,17 @@ def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array
 
 def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
     """Runs the heads of one device."""
-    batch = bound.batch
-    states = step_states(bound)
     options: dict[str, Any] = {"implementation": bound.implementation}
-    ids: tuple[Array, ...] = states.read_ids, states.write_ids
-    is_one_each = batch.shape.max_query_len == 1 and len(given.inputs) == batch.shape.batch_size
-    if is_one_each and states.write_ids.shape[1] == 1:
-        ids = states.read_ids, states.write_ids[:, 0]
-    else:
-        starts, options["write_after"] = batch.query_start_loc, states.write_after
-        if batch.is_rectangular:
-            columns = batch.token_shape[1]
-            starts = jnp.arange(len(states.read_ids) + 1, dtype=jnp.int32) * columns
-        ids = (*ids, starts)
-        options |= {"query_lens": batch.query_lens, "max_query_len": batch.shape.max_query_len}
+    requests = _requests(bound, len(given.inputs))
     pages = state_pages(bound)
     conv: Any = None
     if given.conv_weights is not None:
         inputs = pages[0]._replace(shape=(len(given.conv_weights) - 1, pages[0].shape[1]))
         conv = Convolution(inputs, given.conv_weights, given.conv_bias, how.silu)
-    if how.kind == "convolution":
-        data, out = causal_conv1d(given.inputs, conv, *ids, **options)
+    if given.log_decay is None or given.beta is None:
+        data, out = causal_conv1d(given.inputs, conv, requests, **options)
         return data.reshape(bound.buffer.shape), out
-    arguments = given.inputs, given.log_decay, given.beta, pages[-1], *ids
+    arguments = given.inputs, given.log_decay, given.beta, pages[-1], requests
     options |= {"convolution": conv, "scale": how.scale}
     if how.kind == "delta":
         data, out = gated_delta_rule(*arguments, num_key_heads=how.key_heads, **options)
@@ -351,3 +340,22 @@ def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
         options["values_first"] = how.kind == "scan"
         data, out = selective_scan(*arguments, num_groups=how.key_heads, **options)
     return data.reshape(bound.buffer.shape), out
+
+
+def _requests(bound: BoundLayer, num_tokens: int) -> RequestStates:
+    """Returns the requests of a step, and the blocks of their states."""
+    batch, states = bound.batch, step_states(bound)
+    is_one_each = batch.shape.max_query_len == 1 and num_tokens == batch.shape.batch_size
+    if is_one_each and states.write_ids.shape[1] == 1:
+        return RequestStates(states.read_ids, states.write_ids[:, 0])
+    starts = batch.query_start_loc
+    if batch.is_rectangular:
+        starts = jnp.arange(len(states.read_ids) + 1, dtype=jnp.int32) * batch.token_shape[1]
+    return RequestStates(
+        states.read_ids,
+        states.write_ids,
+        starts,
+        query_lens=batch.query_lens,
+        write_after=states.write_after,
+        max_query_len=batch.shape.max_query_len,
+    )

@@ -4,33 +4,41 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import full_like
+from pallas_kernels._mosaic import Ref, full_like
 from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.partial import PartialSoftmax as PartialSoftmax
-from pallas_kernels._paged_attention.tiles import AttentionRule
+from pallas_kernels._paged_attention.rule import Config
 
 LOG2E = math.log2(math.e)
 
 
-def multiply(left: Any, right: Any) -> Array:
+def multiply(left: Array | Ref, right: Ref) -> Array:
     """Returns the product of two matrices in float32, by wgmma."""
 
-    def run(product: Any) -> Array:
+    def run(product: Ref) -> Array:
         plgpu.wgmma(product, left, right)
         return product[...]
 
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
 
-def add_up(parts: Sequence[PartialSoftmax], *, in_order: bool = False) -> PartialSoftmax:
+def add_product(sums: Array, left: Array | Ref, right: Ref) -> Array:
+    """Returns float32 sums plus the product of two matrices, by wgmma."""
+    start: Ref = plgpu.ACC.init(sums)
+    result: Ref = pl.run_state(lambda sums: plgpu.wgmma(sums, left, right))(start)
+    return result
+
+
+def add_up(
+    parts: Sequence[PartialSoftmax[Array]], *, in_order: bool = False
+) -> PartialSoftmax[Array]:
     """Returns the softmax of the keys of all parts.
 
     Args:
@@ -117,12 +125,12 @@ class Steps(NamedTuple):
     def granules(self) -> int:
         return self.size // self.granule
 
-    def find(self, tables: jax.Ref, request: Array, step: Array) -> list["Granule"]:
+    def find(self, tables: Ref, request: Array, step: Array) -> list["Granule"]:
         """Returns the granules of a step; those past the tables are read from another page."""
         first = step * self.granules
         return [self._granule(tables, request, first + j) for j in range(self.granules)]
 
-    def _granule(self, tables: jax.Ref, request: Array, column: Array) -> "Granule":
+    def _granule(self, tables: Ref, request: Array, column: Array) -> "Granule":
         per_page, inner = self.page_tokens // self.granule, None
         if per_page > 1:
             column, inner = lax.div(column, per_page), lax.rem(column, per_page)
@@ -152,7 +160,7 @@ class Steps(NamedTuple):
         ]
         return functools.reduce(operator.or_, bits)
 
-    def find_holes(self, tables: jax.Ref, request: Array, step: Array) -> Array:
+    def find_holes(self, tables: Ref, request: Array, step: Array) -> Array:
         """Returns the bits of a step that is not loaded: in a loop, which takes less code."""
         first = step * self.granules
 
@@ -198,30 +206,30 @@ class Bounds(Protocol):
     def rank(self) -> Array: ...
 
 
-def sees(rule: AttentionRule, tile: Bounds, queries: Array, keys: Array) -> Array:
+def sees(config: Config, tile: Bounds, queries: Array, keys: Array) -> Array:
     """Returns whether queries see keys, given the positions of both."""
     seen = keys < tile.end
-    if rule.causal:
-        seen &= keys < rule.allocated_before(queries + 1, tile.rank)
-    if rule.window is not None:
-        seen &= keys > queries - rule.window
-    if rule.chunk is not None:
-        seen &= keys >= queries - lax.rem(queries + tile.chunk_offset, rule.chunk)
+    if config.causal:
+        seen &= keys < config.allocated_before(queries + 1, tile.rank)
+    if config.sliding_window is not None:
+        seen &= keys > queries - config.sliding_window
+    if config.chunk_size is not None:
+        seen &= keys >= queries - lax.rem(queries + tile.chunk_offset, config.chunk_size)
     return seen
 
 
-def cap(rule: AttentionRule, products: Array, scale: Array) -> tuple[Array, Array | float]:
+def cap(config: Config, products: Array, scale: Array) -> tuple[Array, Array | float]:
     """Returns scores, and the factor that converts them to base 2."""
-    if rule.soft_cap is None:
+    if config.soft_cap is None:
         return products, scale * LOG2E
     # tanh by exp2, because the approximate tanh has errors of 1 / 2,000.
-    grown = jnp.exp2(products * (scale * (2 * LOG2E / rule.soft_cap)))
-    return 1.0 - 2.0 / (grown + 1.0), rule.soft_cap * LOG2E
+    grown = jnp.exp2(products * (scale * (2 * LOG2E / config.soft_cap)))
+    return 1.0 - 2.0 / (grown + 1.0), config.soft_cap * LOG2E
 
 
 def zero_unseen(
-    source: jax.Ref,
-    target: jax.Ref,
+    source: Ref,
+    target: Ref,
     steps: Steps,
     holes: Array,
     key: Array,

@@ -1,14 +1,14 @@
 """Latent rows in the shared memory of the Mosaic GPU kernel that attends to them."""
 
 from collections.abc import Sequence
-from typing import Any, override
+from typing import override
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import full_like, tiled
+from pallas_kernels._mosaic import Ref, Scratch, full_like, tiled
 from pallas_kernels._paged_attention.decode_block import DecodeShape
 from pallas_kernels._paged_attention.packed import GROUP
 from pallas_kernels._paged_attention.pages import StridedPages
@@ -44,7 +44,7 @@ class Rows:
 
     stages, num_views, num_copies = 2, 1, 1
 
-    def __init__(self, shape: DecodeShape, pages: Sequence[Any], loaded: Any) -> None:
+    def __init__(self, shape: DecodeShape, pages: Sequence[Ref], loaded: Ref) -> None:
         self.shape, self.pages, self.loaded = shape, pages, loaded
 
     @staticmethod
@@ -53,11 +53,11 @@ class Rows:
         return [pages.rows()]
 
     @classmethod
-    def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
+    def scratch(cls, shape: DecodeShape) -> tuple[Scratch, list[Scratch]]:
         """Returns the shared memory for rows as they are loaded, and all else that they need."""
-        return tiled((cls.stages, STEP, shape.rule.key_width), shape.page), []
+        return tiled((cls.stages, STEP, shape.config.key_width), shape.page), []
 
-    def fetch(self, row: Array, stage: Array, first: int, full: Any, axes: str | None) -> None:
+    def fetch(self, row: Array, stage: Array, first: int, full: Ref, axes: str | None) -> None:
         """Starts to load the granule at ``row`` of the pages into a stage, from ``first`` on."""
         n = self.shape.steps.granule
         plgpu.copy_gmem_to_smem(
@@ -67,12 +67,12 @@ class Rows:
             collective_axes=axes,
         )
 
-    def keys(self, place: Array, stage: Array) -> Any:
+    def keys(self, place: Array, stage: Array) -> Ref:
         """Returns the rows of a step in 16 bits."""
         del place
         return self.loaded.at[stage]
 
-    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Any:
+    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Ref:
         """Returns some columns of the rows of a step in 16 bits."""
         del place
         return self.loaded.at[stage, :, columns]
@@ -88,25 +88,30 @@ class WidenedRows(Rows):
     """
 
     def __init__(
-        self, shape: DecodeShape, pages: Sequence[Any], loaded: Any, wide: Any, full: Any
+        self,
+        shape: DecodeShape,
+        pages: Sequence[Ref],
+        loaded: Ref,
+        wide: Ref,
+        full: Ref,
     ) -> None:
         super().__init__(shape, pages, loaded)
         self.wide, self.full = wide, full
 
     @override
     @classmethod
-    def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
-        width = shape.rule.key_width
+    def scratch(cls, shape: DecodeShape) -> tuple[Scratch, list[Scratch]]:
+        width = shape.config.key_width
         wide = tiled((1, STEP, width), shape.compute)
         return tiled((cls.stages, STEP, width), shape.page, COLUMNS), [wide, plgpu.Barrier()]
 
     @override
-    def keys(self, place: Array, stage: Array) -> Any:
+    def keys(self, place: Array, stage: Array) -> Ref:
         del stage
         return self.wide.at[opaque_zero(place)]
 
     @override
-    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Any:
+    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Ref:
         del stage
         return self.wide.at[opaque_zero(place), :, columns]
 
@@ -116,13 +121,13 @@ class WidenedRows(Rows):
         Args:
           known: bool[STEP, COLUMNS], in the layout `NARROW`; None: all values are known.
         """
-        rule = self.shape.rule
-        width = rule.value_width // HALVES
-        firsts = range(half * width, width if half == 0 else rule.key_width, COLUMNS)
+        config = self.shape.config
+        width = config.value_width // HALVES
+        firsts = range(half * width, width if half == 0 else config.key_width, COLUMNS)
         plgpu.commit_smem()  # also a barrier: all have added the values of the step before
         parts = [self._load(stage, first) for first in firsts]
         for first, part in zip(firsts, self._widen(stage, firsts, parts), strict=True):
-            if known is not None and first < rule.value_width:
+            if known is not None and first < config.value_width:
                 part = jnp.where(known, part, full_like(part, 0))
             self.values(place, stage, pl.ds(first, COLUMNS))[...] = part
         plgpu.commit_smem()
@@ -146,7 +151,7 @@ class PackedRows(WidenedRows):
     stages, num_views, num_copies = 1, 3, 6
     GROUPS = 4
 
-    def __init__(self, shape: DecodeShape, pages: Sequence[Any], *arguments: Any) -> None:
+    def __init__(self, shape: DecodeShape, pages: Sequence[Ref], *arguments: Ref) -> None:
         *others, self.scales, self.rotary = arguments
         super().__init__(shape, pages, *others)
 
@@ -157,16 +162,16 @@ class PackedRows(WidenedRows):
 
     @override
     @classmethod
-    def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
+    def scratch(cls, shape: DecodeShape) -> tuple[Scratch, list[Scratch]]:
         loaded = plgpu.SMEM((1, cls.GROUPS, STEP, GROUP + 16), jnp.float8_e4m3fn)
-        wide = tiled((1, STEP, shape.rule.key_width), shape.compute)
+        wide = tiled((1, STEP, shape.config.key_width), shape.compute)
         scales = plgpu.SMEM((1, STEP, cls.GROUPS), jnp.float32)
         rotary = plgpu.SMEM((1, STEP, COLUMNS + 8), shape.compute)
         return loaded, [wide, plgpu.Barrier(), scales, rotary]
 
     @override
-    def fetch(self, row: Array, stage: Array, first: int, full: Any, axes: str | None) -> None:
-        n, width = self.shape.steps.granule, self.shape.rule.value_width
+    def fetch(self, row: Array, stage: Array, first: int, full: Ref, axes: str | None) -> None:
+        n, width = self.shape.steps.granule, self.shape.config.value_width
         values, scales, rotary = [view.at[pl.ds(row, n)] for view in self.pages]
         rows = pl.ds(first, n)
         copies = [(scales, width // 4, self.scales.at[stage, rows])]
@@ -179,7 +184,7 @@ class PackedRows(WidenedRows):
 
     @override
     def _load(self, stage: Array, first: int) -> Array:
-        if first < self.shape.rule.value_width:
+        if first < self.shape.config.value_width:
             group, column = divmod(first, GROUP)
             rows = plgpu.load(self.loaded.at[stage, group], layout=NARROW, optimized=False)
         else:

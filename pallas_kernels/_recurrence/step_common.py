@@ -1,13 +1,15 @@
 """Code that the parts of the kernel of a recurrent step share: layouts, loads, and its item."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import Array
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._mosaic import Layout
 
-def tile_layout(itemsize: int) -> Any:
+
+def tile_layout(itemsize: int) -> Layout:
     """Returns the layout of a piece: 8 threads for a row, with 16 bytes of each 128."""
     n = 16 // itemsize
     return plgpu.Layout.TILED(
@@ -18,7 +20,7 @@ def tile_layout(itemsize: int) -> Any:
     )
 
 
-def pair_layout() -> Any:
+def pair_layout() -> Layout:
     """Returns the layout of [n, 2] with one number for each thread, n a multiple of 64."""
     return plgpu.Layout.TILED(
         fragmented_array.Tiling(((64, 2), (16, 2), (1,))),
