@@ -111,7 +111,7 @@ def _copy_strips(source: jax.Ref, destination: jax.Ref, part: Array, tiling: Til
 
     @pl.loop(begin, jnp.minimum(begin + tiling.strips_per_item, tiling.strips), step=together)
     def _(strip: Array) -> None:
-        places = [strip_at(page, tiling, strip + i) for i in range(together)]
-        values = [load_strip(source, place, tiling) for place in places]
-        for place, value in zip(places, values, strict=True):
-            destination[place] = value
+        slices = [strip_at(page, tiling, strip + i) for i in range(together)]
+        values = [load_strip(source, where, tiling) for where in slices]
+        for where, value in zip(slices, values, strict=True):
+            destination[where] = value

@@ -68,8 +68,8 @@ def call_unfused[T](
     On GPUs XLA fuses a call with the slices that it reads, and with the larger arrays that its
     results are written into. The fused call reads slices where they lie, at multiples of 128 bytes
     (Mosaic needs 256), and no longer knows which results are written in place: it returns memory
-    that nobody wrote. Barriers around all that goes in and comes out keep XLA from fusing; those of
-    references are in `writable` and `written`.
+    that nobody wrote. Barriers around all that goes in and comes out keep XLA from fusing; for
+    references they are in `writable` and `written`.
     """
     with jax.enable_x64(False):  # kernels count in int32, even for callers with x64
         return lax.optimization_barrier(call(*lax.optimization_barrier(list(operands)), *refs))
@@ -119,7 +119,7 @@ def store(ref: Ref, value: Array) -> None:
 
 
 def strip_at(page: int, tiling: Tiling, strip: Array | int) -> pl.Slice:
-    """Returns the place of a strip in its page; strips beyond the last are the last one."""
+    """Returns the slice of a strip in its page; strips beyond the last are the last one."""
     start = jnp.minimum(strip * tiling.width, page - tiling.width)
     return pl.ds(pl.multiple_of(start, tiling.vector), tiling.width)
 
@@ -129,6 +129,6 @@ def strip_layout(tiling: Tiling) -> Layout:
     return plgpu.Layout.WG_STRIDED((tiling.width,), vec_size=tiling.vector)
 
 
-def load_strip(page: Ref, place: pl.Slice, tiling: Tiling) -> Array:
+def load_strip(page: Ref, strip: pl.Slice, tiling: Tiling) -> Array:
     """Loads a strip of a page, dtype[width]."""
-    return plgpu.load(page.at[place], layout=strip_layout(tiling))
+    return plgpu.load(page.at[strip], layout=strip_layout(tiling))

@@ -1,4 +1,4 @@
-"""Work items of the kernels over blocks, and the launch that runs those of all buffers.
+"""Work items of the kernels over blocks, and the launch that runs them for all buffers.
 
 A work item is a part of a page of a listed block. Thread blocks stride over the items of one
 buffer after another. The stride continues across buffers, so that all thread blocks are busy even

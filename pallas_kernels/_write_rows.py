@@ -44,8 +44,8 @@ def write_rows(
 
     Args:
       pages: any shape and dtype.
-      block_ids: the page of each row. A row is ignored if its id is below 0 or that of no page, so
-        lists can be padded with -1.
+      block_ids: the page of each row. A row is ignored if its id is out of range, so lists can be
+        padded with -1.
       offsets: the first element of each row within its page. A row is ignored if it does not lie
         within the page, or if its offset is not a multiple of ``align``. Rows must not overlap; the
         content of an overlap is unspecified.

@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel of `write_rows`.
 
-A thread block looks up the place of a row, and then moves the row. Load and store are in the same
+A thread block looks up the page of a row, and then moves the row. Load and store are in the same
 basic block, because the compiler splits registers that cross a branch into bytes.
 """
 
@@ -63,7 +63,7 @@ def write_pages(
 def _move_part(
     row: jax.Ref, page: jax.Ref, offset: Array, tiling: Tiling | None, part: Array, parts: int
 ) -> None:
-    """Transfers a part of a row, dtype[n], to its place in a page, dtype[page]."""
+    """Transfers a part of a row, dtype[n], to its slot in a page, dtype[page]."""
     (n,) = row.shape
     if tiling is None:
 
@@ -73,10 +73,10 @@ def _move_part(
 
         return
     together = -(-tiling.strips // parts)
-    places = [strip_at(n, tiling, part * together + i) for i in range(together)]
-    values = [load_strip(row, place, tiling) for place in places]
+    strips = [strip_at(n, tiling, part * together + i) for i in range(together)]
+    values = [load_strip(row, strip, tiling) for strip in strips]
     # Shows the compiler the alignment, without which it splits the store into bytes.
     offset = lax.div(offset, tiling.vector) * tiling.vector
-    for place, value in zip(places, values, strict=True):
-        start = pl.multiple_of(offset + place.start, tiling.vector)
+    for strip, value in zip(strips, values, strict=True):
+        start = pl.multiple_of(offset + strip.start, tiling.vector)
         page[pl.ds(start, tiling.width)] = value

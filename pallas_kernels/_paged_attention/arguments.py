@@ -100,7 +100,7 @@ def _configure(
 def _check_requests(
     requests: RequestPages, config: Config, num_tokens: int
 ) -> tuple[Array, Array, Array | None, Array, Array]:
-    """Checks the arrays of requests, and returns those from ``block_tables`` to ``rank``."""
+    """Checks and returns ``block_tables`` to ``rank`` of `AttentionArrays`."""
     block_tables = _as_int32("block_tables", requests.block_tables, 2)
     batch, page_tokens = block_tables.shape[0], config.page_tokens
     seq_lens = _as_int32("seq_lens", requests.seq_lens, 1, batch)
@@ -132,7 +132,7 @@ def _check_requests(
 def _as_shared(
     config: Config, shared: SharedPrefixes | None, query_start_loc: Array | None
 ) -> SharedPrefixes | None:
-    """Checks beginnings that requests share; returns None if no group fits."""
+    """Checks prefixes that requests share; returns None if no group fits."""
     if shared is None:
         return None
     check_type(SharedPrefixes, shared_prefixes=shared)
@@ -159,7 +159,7 @@ def _as_shared(
 def _whole_splits(
     config: Config, block_tables: Array, first_positions: Array
 ) -> tuple[Array, Array]:
-    """Returns tables that begin with a fixed split: pages before the first one hold no keys."""
+    """Returns tables that begin with a fixed split: pages before the first one have no keys."""
     per_split = STEP * (split_steps(config) or 1)
     pages_per_split = math.lcm(config.page_tokens, per_split) // config.page_tokens
     moved = (first_positions // config.page_tokens) % pages_per_split

@@ -64,11 +64,11 @@ def paged_attention(
         or int8. Or `StridedPages`, for pages in another order, with padding, or among other bytes.
       requests: the pages, the lengths and the queries of each request.
       rule: the keys that a query sees, their scores, and formats; static.
-      sinks: a logit per head that counts as a key without a value; None: none.
+      sinks: a logit per head that counts as a key without a value, or None.
       key_scale: factor of the stored keys, positive; one for all KV heads, or one each.
       value_scale: factor of the stored values, likewise.
-      return_lse: also returns the log-sum-exp of the scores and sinks, by which outputs over
-        several parts of a sequence can be combined.
+      return_lse: also returns the log-sum-exp of the scores and sinks, to combine outputs over
+        several parts of a sequence.
       implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for arguments that it
         supports, if the program is compiled for a GPU that supports it; else XLA.
 

@@ -1,6 +1,6 @@
-"""The Mosaic GPU kernel that combines segments of decoding into the output.
+"""The Mosaic GPU kernel that combines splits of decoding into the output.
 
-Tiles that decoding has finished, because they are one segment, are left out.
+Tiles that decoding has finished, because they are one split, are left out.
 """
 
 import math
@@ -20,19 +20,19 @@ from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import Link, Tile
 
 ROWS = 8  # of the output that a thread block computes
-# Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all
+# Several splits are loaded together, to overlap their latencies: a few by one warpgroup, for all
 # columns of the output, and many by several, for 64 of the columns.
 MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
-IN_ORDER = 16  # segments that are loaded together to be added one after another
+IN_ORDER = 16  # splits that are loaded together to be added one after another
 ELEMENTS_TOGETHER = 1024  # most elements of a row that a warpgroup loads together
 
 
-class _Split(NamedTuple):
+class _Division(NamedTuple):
     """Division of the work among thread blocks, and within one.
 
-    warpgroups: of a thread block; each adds up a share of the segments.
+    warpgroups: of a thread block; each adds up a share of the splits.
     width: columns of the output that a thread block computes.
-    together: segments that a warpgroup loads together.
+    together: splits that a warpgroup loads together.
     """
 
     warpgroups: int
@@ -44,7 +44,7 @@ class _Split(NamedTuple):
         """Returns a division for tiles of about the same length."""
         splits = -(-num_workers // num_tiles) + 1
         warpgroups, width = 1, value_width
-        if value_width % WIDTH_OF_MANY:  # windows of values overlap
+        if value_width % WIDTH_OF_MANY:  # parts of values overlap
             width = WIDTH_OF_MANY
         if splits > MANY:
             warpgroups, width = WARPGROUPS, WIDTH_OF_MANY
@@ -66,20 +66,20 @@ def combine(
     """Writes the output of tiles, and zeros for padding.
 
     Args:
-      tiles: int32[N, ...], a `Tile` per row, and a `Link` if there are linked segments.
-      segments: of the tiles; None: none.
+      tiles: int32[N, ...], a `Tile` per row, and a `Link` if there are linked splits.
+      splits: of the tiles, if any.
       numbers: as `decode` takes them.
-      linked: segments that tiles take a part in, by their links; None: none.
-      num_workers: segments of all tiles together, about.
-      finished: whether tiles of one segment are left out.
+      linked: splits that tiles take a part in by their links, if any.
+      num_workers: splits of all tiles together, about.
+      finished: whether tiles of one split are left out.
     """
     num_tiles, rows = tiles.shape[0], outputs.lse.shape[2]
     parts = [*(splits or ()), *(linked or ())]
     rows_of_values = parts[0].shape[2]
-    split = _Split.choose(config.value_width, num_workers, num_tiles)
+    split = _Division.choose(config.value_width, num_workers, num_tiles)
     if config.reproducible:  # one warpgroup, to add up in order
         width = min(config.value_width, split.width)
-        split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
+        split = _Division(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
     warpgroups, width, _ = split
     call = plgpu.kernel(
         lambda *refs: _Combiner(
@@ -100,7 +100,7 @@ def combine(
 
 
 class CombineOperands(NamedTuple):
-    """References to the arrays of a call, and to the log-sum-exp; segments may be None."""
+    """References to the arrays of a call, and to the log-sum-exp; splits may be None."""
 
     tiles: Ref
     numbers: Ref
@@ -117,7 +117,7 @@ class CombineOperands(NamedTuple):
         return cls(tiles, numbers, splits, linked, out, lse)
 
     def parts_of(self, tile: Tile, index: Array) -> Iterator[tuple[PartialSoftmax[Ref], Link]]:
-        """Yields segments, and those that a tile takes a part in."""
+        """Yields the splits of a tile, and the splits that it takes a part in."""
         if self.splits is not None:
             yield self.splits, Link(tile.first_split, tile.num_splits, jnp.int32(0))
         if self.linked is not None:
@@ -137,7 +137,7 @@ class _Scratch[T](NamedTuple):
     arrived: T
 
     @classmethod
-    def from_shape(cls, split: _Split, dtype: DTypeLike) -> "_Scratch[Scratch]":
+    def from_shape(cls, split: _Division, dtype: DTypeLike) -> "_Scratch[Scratch]":
         """Returns the types for a kernel."""
         warpgroups, width, _ = split
         several = warpgroups > 1
@@ -156,7 +156,7 @@ class _Combiner:
     """The code of one thread block."""
 
     def __init__(
-        self, config: Config, split: _Split, operands: CombineOperands, scratch: _Scratch[Ref]
+        self, config: Config, split: _Division, operands: CombineOperands, scratch: _Scratch[Ref]
     ) -> None:
         self.config, self.operands, self.smem = config, operands, scratch
         self.warpgroups, self.width, self.together = split
@@ -177,7 +177,7 @@ class _Combiner:
         """Combines a tile, and clears padding.
 
         Args:
-          finished: whether tiles of one segment are left out.
+          finished: whether tiles of one split are left out.
         """
         tile = Tile.load(self.operands.tiles, self.index)
         is_left = (tile.num_splits != 1) | (not finished)
@@ -204,7 +204,7 @@ class _Combiner:
         pl.when(self.is_first_warpgroup)(lambda: self._clear_padding(tile.used_tokens))
 
     def _sum(self, tile: Tile) -> PartialSoftmax[Array]:
-        """Returns the sum of this warpgroup's share of the segments of the tile."""
+        """Returns the sum of this warpgroup's share of the splits of the tile."""
         zeros = jnp.zeros((self.width, ROWS), jnp.float32)
         start = PartialSoftmax(
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
@@ -219,7 +219,7 @@ class _Combiner:
     def _add(
         self, running: PartialSoftmax[Array], splits: PartialSoftmax[Ref], link: Link
     ) -> PartialSoftmax[Array]:
-        """Adds this warpgroup's share of some segments."""
+        """Adds this warpgroup's share of some splits."""
 
         def add(i: Array, running: PartialSoftmax[Array]) -> PartialSoftmax[Array]:
             first = (i * self.warpgroups + self.warpgroup) * self.together
@@ -260,11 +260,11 @@ class _Combiner:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _load(self, splits: PartialSoftmax[Ref], link: Link, index: Array) -> PartialSoftmax[Array]:
-        """Loads one of the segments; past the last one, an empty segment."""
+        """Loads one of the splits; past the last one, an empty split."""
         number = link.first_split + lax.min(index, link.num_splits - 1)
         penalty = lax.select(index < link.num_splits, jnp.float32(0), jnp.float32(-jnp.inf))
         rows = pl.ds(link.first_row + self.first_row, ROWS)
-        # Layouts are those of the sum: to name them again takes more code.
+        # In the layouts of the sum: to name them again takes more code.
         out = plgpu.load(splits.out.at[number, self.head, self.values, rows], optimized=False)
         highest = self._load_rows(splits.highest.at[number, self.head], rows)
         total = self._load_rows(splits.total.at[number, self.head], rows)

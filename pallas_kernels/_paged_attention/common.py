@@ -84,7 +84,7 @@ def normalize(
 def add_columns(total: Array, weights: Array) -> Array:
     """Returns [rows, 8] plus the columns of [rows, n], column i to column i % 8.
 
-    Each thread adds its own numbers, while sums of rows would need those of other threads.
+    Each thread adds its own numbers, while sums of rows would need the numbers of other threads.
 
     Args:
       weights: n is 8 times a power of 2.
@@ -103,7 +103,7 @@ class Steps(NamedTuple):
     size: keys of a step.
     page_tokens: tokens of a page.
     num_pages: pages of the pool.
-    width: columns of the block tables.
+    width: logical blocks of the block tables.
     page_rows, head_rows: rows from one page, and from one head, to the next. If ``head_rows`` is 0,
       all heads are in one row, at multiples of ``head_columns``.
     """
@@ -126,15 +126,15 @@ class Steps(NamedTuple):
         return self.size // self.granule
 
     def find(self, tables: Ref, request: Array, step: Array) -> list["Granule"]:
-        """Returns the granules of a step; those past the tables are read from another page."""
+        """Returns the granules of a step; past the tables, of another page."""
         first = step * self.granules
         return [self._granule(tables, request, first + j) for j in range(self.granules)]
 
-    def _granule(self, tables: Ref, request: Array, column: Array) -> "Granule":
-        per_page, inner = self.page_tokens // self.granule, None
+    def _granule(self, tables: Ref, request: Array, granule: Array) -> "Granule":
+        per_page, logical_block, inner = self.page_tokens // self.granule, granule, None
         if per_page > 1:
-            column, inner = lax.div(column, per_page), lax.rem(column, per_page)
-        page = tables[request, lax.min(column, self.width - 1)]
+            logical_block, inner = lax.div(granule, per_page), lax.rem(granule, per_page)
+        page = tables[request, lax.min(logical_block, self.width - 1)]
         return Granule(page, (page >= 0) & (page < self.num_pages), inner)
 
     def rows(self, found: list["Granule"], first_row: Array) -> list[Array]:
@@ -144,18 +144,18 @@ class Steps(NamedTuple):
           first_row: first row of the head in the first page, a multiple of `GRANULE`.
         """
         first_octet, octets = lax.div(first_row, GRANULE), self.granule // GRANULE
-        places: list[Array] = []
-        for page, held, inner in found:
-            page = lax.select(held, page, jnp.int32(0))
+        rows: list[Array] = []
+        for page, allocated, inner in found:
+            page = lax.select(allocated, page, jnp.int32(0))
             octet = first_octet + page * (self.page_rows // GRANULE)
             octet = octet if inner is None else octet + inner * octets
-            places.append(octet * GRANULE)  # Mosaic must see that it is a multiple
-        return places
+            rows.append(octet * GRANULE)  # Mosaic must see that it is a multiple
+        return rows
 
     def holes(self, found: list["Granule"]) -> Array:
-        """Returns a bit for each hole; those must be masked."""
+        """Returns a bit for each hole, to be masked."""
         bits = [
-            lax.select(granule.held, jnp.int32(0), jnp.int32(1 << j))
+            lax.select(granule.allocated, jnp.int32(0), jnp.int32(1 << j))
             for j, granule in enumerate(found)
         ]
         return functools.reduce(operator.or_, bits)
@@ -165,8 +165,8 @@ class Steps(NamedTuple):
         first = step * self.granules
 
         def add(j: Array, bits: Array) -> Array:
-            held = self._granule(tables, request, first + j).held
-            return lax.select(held, bits, bits | lax.shift_left(jnp.int32(1), j))
+            allocated = self._granule(tables, request, first + j).allocated
+            return lax.select(allocated, bits, bits | lax.shift_left(jnp.int32(1), j))
 
         return lax.fori_loop(0, self.granules, add, jnp.int32(0))
 
@@ -174,24 +174,24 @@ class Steps(NamedTuple):
         """Returns the first row of a head in the first page, and its first column."""
         return first_row + head * self.head_rows, head * self.head_columns
 
-    def held(self, place: Array, holes: Array) -> Array:
-        """Returns whether the keys at these places of a step are in no hole."""
-        bit = lax.div(place, self.granule)
-        return ((lax.broadcast(holes, place.shape) >> bit) & 1) == 0
+    def is_allocated(self, keys: Array, holes: Array) -> Array:
+        """Returns whether the keys at these indices of a step are in no hole."""
+        bit = lax.div(keys, self.granule)
+        return ((lax.broadcast(holes, keys.shape) >> bit) & 1) == 0
 
 
 class Granule(NamedTuple):
     """A granule of a step.
 
-    A hole is a granule whose page holds no keys.
+    A hole is a granule whose page has no keys.
 
     page: its page.
-    held: whether the page holds keys.
+    allocated: whether the page has keys.
     inner: its number among the granules of the page; None: a page has one.
     """
 
     page: Array
-    held: Array
+    allocated: Array
     inner: Array | None
 
 
@@ -235,7 +235,7 @@ def zero_unseen(
     key: Array,
     seen: tuple[Array, Array],
 ) -> None:
-    """Copies 64 rows of values to a buffer, and replaces those that no query sees by zeros.
+    """Copies 64 rows of values to a buffer, with zeros for rows that no query sees.
 
     Values that no query sees may be NaN, and 0 * NaN is NaN.
 
@@ -247,6 +247,6 @@ def zero_unseen(
     values = plgpu.layout_cast(source[...].astype(target.dtype), plgpu.Layout.WGMMA)
     row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
     keys = row + key
-    known = steps.held(row + lax.rem(key, steps.size), holes)
+    known = steps.is_allocated(row + lax.rem(key, steps.size), holes)
     known &= (keys >= begin) & (keys < end)
     target[...] = lax.select(known, values, full_like(values, 0))

@@ -46,19 +46,19 @@ def decode(
     numbers: Array,
     outputs: Outputs | None = None,
 ) -> PartialSoftmax[Array]:
-    """Attends from all tiles, and returns the partial softmax of each segment.
+    """Attends from all tiles, and returns the partial softmax of each split.
 
     Args:
       tables: int32[B, W].
       queries: [N, kv_heads, rows, K].
       numbers: float32[kv_heads, 2 + rows]: `SCALE`, `VALUE_SCALE` and from `SINKS` on logits of the
         rows in base 2, -inf for none.
-      outputs: the results of tiles that are one segment, which are finished and not returned; None:
+      outputs: the results of tiles that are one split, which are finished and not returned; None:
         all are returned.
 
     Returns:
       ``out`` float32[S, kv_heads, V, rows], of one window of values after another, ``highest`` and
-      ``total`` float32[S, kv_heads, rows]; undefined where S counts more segments
+      ``total`` float32[S, kv_heads, rows]; undefined where S counts more splits
       than there are.
     """
     config, rows = shape.config, shape.rows
@@ -89,7 +89,7 @@ def decode(
 
 
 class _Part(NamedTuple):
-    """The steps of a tile that a lane takes."""
+    """The steps of a tile that a worker takes."""
 
     tile: Tile
     index: Array
@@ -124,8 +124,8 @@ class _Decoder(DecodeSteps):
         granules, request = self.steps.granules, part.tile.request
 
         def begin(stage: Array, holes: Array) -> Array:
-            places, found = self._locate(request, part.first_step + stage)
-            pl.when(stage < part.num_steps)(lambda: self._fetch(places, stage))
+            granule_rows, found = self._locate(request, part.first_step + stage)
+            pl.when(stage < part.num_steps)(lambda: self._fetch(granule_rows, stage))
             return holes | (found << (stage * granules))
 
         holes = lax.fori_loop(0, STAGES, begin, jnp.int32(0))
@@ -136,11 +136,11 @@ class _Decoder(DecodeSteps):
             running, holes = carry
             stage, number = lax.rem(i, STAGES), part.first_step + i
             # Loads the ids of a later step before the wait for this one, to hide the latency.
-            places, found = self._locate(request, number + STAGES)
+            granule_rows, found = self._locate(request, number + STAGES)
             mask, shift = (1 << granules) - 1, stage * granules
             here = Step(part.tile, number, stage, (holes >> shift) & mask)
             running = self._step(here, scale, running)
-            pl.when(i + STAGES < part.num_steps)(lambda: self._fetch(places, stage))
+            pl.when(i + STAGES < part.num_steps)(lambda: self._fetch(granule_rows, stage))
             return running, (holes & ~(mask << shift)) | (found << shift)
 
         self._each_step(part, step, holes)
@@ -148,7 +148,7 @@ class _Decoder(DecodeSteps):
     def _each_step(
         self, part: _Part, step: Callable[[Array, _Carry], _Carry], holes: Array
     ) -> None:
-        """Takes the steps of a part, and stores the results of its segments."""
+        """Takes the steps of a part, and stores the results of its splits."""
         fixed, start = split_steps(self.config), (self._start(), holes)
         if fixed is None:
             running, _ = lax.fori_loop(0, part.num_steps, step, start)
@@ -170,7 +170,7 @@ class _Decoder(DecodeSteps):
         lax.fori_loop(0, part.num_steps, step_of_splits, start)
 
     def _close(self, part: _Part, running: RunningSoftmax) -> None:
-        """Writes the results of a part: of a whole tile, or of a segment."""
+        """Writes the results of a part: of a whole tile, or of a split."""
         number, outputs = self.worker + part.index, self.operands.outputs
         if outputs is None:
             self._store(number, running)
@@ -207,19 +207,19 @@ class _Decoder(DecodeSteps):
         @pl.loop(0, lax.min(count * group - first_row, staged), step=together)
         def _(row: Array) -> None:
             token, head = lax.div(first_row + row, group), lax.rem(first_row + row, group)
-            place = first_token + token, pl.ds(self.head * group + head, together)
+            target = first_token + token, pl.ds(self.head * group + head, together)
             rows = pl.ds(row, together)
             for (first, width), source in zip(
                 self.config.value_parts, self.smem.staged, strict=True
             ):
-                plgpu.copy_smem_to_gmem(source.at[rows], out.at[(*place, pl.ds(first, width))])
+                plgpu.copy_smem_to_gmem(source.at[rows], out.at[(*target, pl.ds(first, width))])
 
     def _store(self, number: Array, running: RunningSoftmax) -> None:
-        """Stores the results of a segment."""
-        place, rows = (number, self.head), pl.ds(0, self.shape.rows)
+        """Stores the results of a split."""
+        slot, rows = (number, self.head), pl.ds(0, self.shape.rows)
         first = 0
         for out in running.out:
-            store(self.operands.splits.out.at[(*place, pl.ds(first, len(out)), rows)], out)
+            store(self.operands.splits.out.at[(*slot, pl.ds(first, len(out)), rows)], out)
             first += len(out)
-        store(self.operands.splits.highest.at[(*place, rows)], running.highest)
-        store(self.operands.splits.total.at[(*place, rows)], running.total.sum(axis=0))
+        store(self.operands.splits.highest.at[(*slot, rows)], running.highest)
+        store(self.operands.splits.total.at[(*slot, rows)], running.total.sum(axis=0))

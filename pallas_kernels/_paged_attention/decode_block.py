@@ -15,7 +15,7 @@ from pallas_kernels._paged_attention.tasks import STEP
 
 SMEM_PER_SM = 227 * 1024
 LOOKAHEAD_BYTES = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
-STAGES = 2  # steps that a thread block loads ahead
+STAGES = 2  # steps that a thread block prefetches
 SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
 
@@ -58,8 +58,8 @@ class DecodeShape(NamedTuple):
             used += STEP * config.value_width * 2
         else:
             used += self.staged * (config.value_width + STEP) * config.out_dtype.itemsize
-        has_room = self.rows <= 16 and (self.widens or config.value_width <= 64)
-        by_registers = 4 if self.is_small and not self.widens else 3 if has_room else 2
+        fits_three = self.rows <= 16 and (self.widens or config.value_width <= 64)
+        by_registers = 4 if self.is_small and not self.widens else 3 if fits_three else 2
         return max(1, min(by_registers, SMEM_PER_SM // used, LOOKAHEAD_BYTES // lookahead))
 
     @property
@@ -79,7 +79,7 @@ class Outputs(NamedTuple):
 
 
 class DecodeOperands(NamedTuple):
-    """References to the arrays of a call, and to the results of segments."""
+    """References to the arrays of a call, and to the results of splits."""
 
     tiles: Ref
     workers: Ref

@@ -23,7 +23,7 @@ NARROW = plgpu.Layout.WGMMA_8BIT
 
 
 class RunningSoftmax(NamedTuple):
-    """A running softmax. ``total`` is kept per key and column, and summed at the end."""
+    """A running softmax. ``total`` is per key and column, and summed at the end."""
 
     out: list[Float32[Array, "values columns"]]  # for each part of the values
     highest: Float32[Array, " columns"]
@@ -66,12 +66,12 @@ class DecodeSteps:
         found = self.steps.find(self.operands.tables, request, step)
         return self.steps.rows(found, self.first_row), self.steps.holes(found)
 
-    def _fetch(self, places: list[Array], stage: Array | int) -> None:
+    def _fetch(self, granule_rows: list[Array], stage: Array | int) -> None:
         """Starts loading the keys and values of a step."""
         n = self.steps.granule
-        for j, place in enumerate(places):
+        for j, row in enumerate(granule_rows):
             plgpu.copy_gmem_to_smem(
-                self.operands.pages.at[pl.ds(place, n), self.columns],
+                self.operands.pages.at[pl.ds(row, n), self.columns],
                 self.smem.loaded.at[stage, pl.ds(j * n, n)],
                 self.smem.loaded_full.at[stage],
             )
@@ -125,11 +125,11 @@ class DecodeSteps:
 
     def _seen(self, tile: Tile, step: Array, holes: Array, shape: tuple[int, int]) -> Array:
         """Returns bool[STEP, columns]: which keys of a step each query sees."""
-        place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         queries = lax.div(column, self.config.group) + tile.position
-        seen = common.sees(self.config, tile, queries, place + step * STEP)
-        return seen & self.steps.held(place, holes)
+        seen = common.sees(self.config, tile, queries, key + step * STEP)
+        return seen & self.steps.is_allocated(key, holes)
 
     def _clean_values(self, tile: Tile, step: Array, holes: Array, values: Ref, clean: Ref) -> None:
         """Writes a step's values in 16 bits, with zeros where no query sees them."""

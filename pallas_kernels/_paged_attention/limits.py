@@ -9,7 +9,7 @@ MIN_WIDTH, MAX_WIDTH = 64, 256  # of keys and of values
 WIDTHS, WIDTHS_IN_8_BITS = 16, 64  # widths are multiples of these
 MAX_GROUP = 64  # rows of the queries of one token
 GRANULE = 8  # rows; a copy of a page begins at a multiple of it, and has a multiple of it
-# Of latent rows, whose value is a part of the key: what shared memory holds.
+# Of latent vectors, whose value is a part of the key: what fits into shared memory.
 MAX_LATENT_KEY, MAX_LATENT_VALUE, MAX_LATENT_GROUP = 576, 512, 128
 INT32_MAX = 2**31 - 1
 
@@ -22,8 +22,8 @@ def why_not_paged_attention(arrays: AttentionArrays, config: Config) -> str | No
     if pages.itemsize != 1 and pages != queries:
         return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
     if config.row_packing is not None and queries != jnp.bfloat16:
-        return f"queries are {queries}, and the kernel of packed rows takes bfloat16"
-    return _why_not_shape(config, pages.itemsize) or _why_not_place(arrays)
+        return f"queries are {queries}, and the kernel of packed vectors takes bfloat16"
+    return _why_not_shape(config, pages.itemsize) or _why_not_layout(arrays)
 
 
 def _why_not_shape(config: Config, page_bytes: int) -> str | None:
@@ -52,27 +52,27 @@ def _why_not_shape(config: Config, page_bytes: int) -> str | None:
 
 def _why_not_latents(config: Config) -> str | None:
     if config.kv_heads != 1:
-        return f"latent rows have {config.kv_heads} KV heads, and the kernel takes one"
+        return f"latent vectors have {config.kv_heads} KV heads, and the kernel takes one"
     key, value = config.key_width, config.value_width
     if key % 64 or value % 128 or key > MAX_LATENT_KEY or value > MAX_LATENT_VALUE:
         return (
-            f"latent rows are {key} wide and their values {value}, and the kernel takes multiples "
-            f"of 64 up to {MAX_LATENT_KEY} and of 128 up to {MAX_LATENT_VALUE}"
+            f"latent vectors are {key} wide and their values {value}, and the kernel takes "
+            f"multiples of 64 up to {MAX_LATENT_KEY} and of 128 up to {MAX_LATENT_VALUE}"
         )
     if config.row_packing is not None and (key, value) != (MAX_LATENT_KEY, MAX_LATENT_VALUE):
         return (
-            f"packed rows are {key} wide and their values {value}, and the kernel takes "
+            f"packed vectors are {key} wide and their values {value}, and the kernel takes "
             f"{MAX_LATENT_KEY} and {MAX_LATENT_VALUE}"
         )
     if config.group > MAX_LATENT_GROUP:
         return (
-            f"latent rows have {config.group} query heads, and the kernel takes at most "
+            f"latent vectors have {config.group} query heads, and the kernel takes at most "
             f"{MAX_LATENT_GROUP}"
         )
     return None
 
 
-def _why_not_place(arrays: AttentionArrays) -> str | None:
+def _why_not_layout(arrays: AttentionArrays) -> str | None:
     pages, rows = arrays.pages, arrays.pages.rows_per_extent
     if not rows or rows % GRANULE or pages.start_row % GRANULE:
         return f"pages, or the bytes between them, are not multiples of {GRANULE} rows"

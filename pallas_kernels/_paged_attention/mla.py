@@ -1,4 +1,4 @@
-"""The Mosaic GPU implementation of `paged_attention` for latent rows."""
+"""The Mosaic GPU implementation of `paged_attention` for latent vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def attend_latents(arrays: AttentionArrays, config: Config) -> tuple[Array, Arra
     else:
         tiles, common = cut_queries(arrays, config, Cut(_tile_size(arrays, config))), None
     fixed = FixedSplits.from_config(config, arrays.block_tables.shape[1])
-    filled = tiles.size * config.group  # rows past the queries of a tile hold nothing
+    filled = tiles.size * config.group  # rows past the queries of a tile are empty
     shape = _shape(arrays, config, filled)
     numbers = tile_numbers(arrays, shape)
 
@@ -67,7 +67,7 @@ def attend_latents(arrays: AttentionArrays, config: Config) -> tuple[Array, Arra
 def _attend_shared(
     arrays: AttentionArrays, config: Config, shared: SharedPrefixes
 ) -> tuple[QueryTiles, SharedSplits]:
-    """Attends to what requests share; returns the tiles of the rest, and the segments."""
+    """Attends to what requests share; returns the tiles of the rest, and the splits."""
     parts = tile_shared(arrays, config, shared)
     shape = _shape(arrays, config.replace(causal=False), parts.tiles.size * row_stride(config))
     queries = shared_queries(arrays.queries, parts, config, shape.rows).astype(shape.compute)
@@ -92,7 +92,7 @@ def _decode(
     numbers: Array,
     fixed: FixedSplits | None,
 ) -> tuple[TaskMap, PartialSoftmax[Array]]:
-    """Attends from tiles; returns their tasks, and the softmax of each segment."""
+    """Attends from tiles; returns their tasks, and the softmax of each split."""
     tasks = share_out(tiles, num_workers(shape), used_tokens(arrays), fixed)
     full, tables = _full_steps(arrays, shape.config, tiles), arrays.block_tables
     return tasks, decode_latents(shape, tasks, full, tables, queries, arrays.pages, numbers)

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel that combines the segments of latent attention into the output."""
+"""The Mosaic GPU kernel that combines the splits of latent attention into the output."""
 
 import math
 
@@ -33,7 +33,7 @@ def combine_latents(
     """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
 
     Args:
-      shared: other segments that tiles take a part in; their links are in ``tasks``. None: none.
+      shared: other splits that tiles take a part in, if any; their links are in ``tasks``.
       numbers: as `decode` takes them, for the R rows of queries of a tile.
 
     Returns:
@@ -85,7 +85,7 @@ class _Combiner:
         self._clear_padding(tile.used_tokens)
 
     def _sums(self, tile: Tile) -> list[PartialSoftmax[Array]]:
-        """Adds up the segments of the tile, for each row."""
+        """Adds up the splits of the tile, for each row."""
         zeros = jnp.zeros((self.config.value_width,), jnp.float32)
         start = PartialSoftmax(
             plgpu.layout_cast(zeros, self.layout), jnp.float32(-jnp.inf), jnp.float32(0)
@@ -99,7 +99,7 @@ class _Combiner:
     def _add(
         self, running: list[PartialSoftmax[Array]], splits: PartialSoftmax[Ref], link: Link
     ) -> list[PartialSoftmax[Array]]:
-        """Adds some segments, for each row."""
+        """Adds some splits, for each row."""
 
         def add(i: Array, running: list[PartialSoftmax[Array]]) -> list[PartialSoftmax[Array]]:
             indices = [i * self.together + j for j in range(self.together)]
@@ -118,12 +118,12 @@ class _Combiner:
     def _load(
         self, splits: PartialSoftmax[Ref], link: Link, row: Array, index: Array
     ) -> PartialSoftmax[Array]:
-        """Loads a row of one of the segments, or an empty one past the last segment."""
+        """Loads a row of one of the splits, or an empty one past the last split."""
         number = link.first_split + jnp.minimum(index, link.num_splits - 1)
-        place = number, link.first_row + row
-        out = plgpu.load(splits.out.at[place], layout=self.layout)
-        highest = jnp.where(index < link.num_splits, splits.highest[place], -jnp.inf)
-        return PartialSoftmax(out, highest, splits.total[place])
+        slot = number, link.first_row + row
+        out = plgpu.load(splits.out.at[slot], layout=self.layout)
+        highest = jnp.where(index < link.num_splits, splits.highest[slot], -jnp.inf)
+        return PartialSoftmax(out, highest, splits.total[slot])
 
     def _write(self, tile: Tile, row: Array, out: Array) -> None:
         """Writes a row to its token and head, if the tile has such a token."""

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel that attends to latent rows, whose value is a prefix of their key.
+"""The Mosaic GPU kernel that attends to latent vectors, whose value is a prefix of their key.
 
 A thread block has 64 rows of queries (heads of one or several tokens) and takes its keys 64 at a
 time. One warpgroup scores them and adds up the left half of the output, a second one adds up the
@@ -26,9 +26,9 @@ from pallas_kernels._paged_attention.mla_latents import (
     COLUMNS,
     HALVES,
     NARROW,
-    PackedRows,
-    Rows,
-    WidenedRows,
+    Latents,
+    PackedLatents,
+    WidenedLatents,
     opaque_zero,
 )
 from pallas_kernels._paged_attention.pages import StridedPages
@@ -44,14 +44,14 @@ def is_paired(shape: DecodeShape) -> bool:
     return shape.rows % (2 * ROWS) == 0 and shape.steps.granule % 16 == 0
 
 
-def _kind_of_rows(shape: DecodeShape) -> type[Rows]:
+def _choose_latents(shape: DecodeShape) -> type[Latents]:
     if shape.config.row_packing is not None:
-        return PackedRows
-    return WidenedRows if shape.widens else Rows
+        return PackedLatents
+    return WidenedLatents if shape.widens else Latents
 
 
 def num_workers(shape: DecodeShape) -> int:
-    """Returns the number of lanes that the steps of a call are divided among."""
+    """Returns the number of workers that the steps of a call are divided among."""
     return max(1, _capability.max_thread_blocks(1) // (shape.rows // ROWS))
 
 
@@ -64,7 +64,7 @@ def decode_latents(
     pages: StridedPages,
     numbers: Array,
 ) -> PartialSoftmax[Array]:
-    """Attends from all tiles, and returns the partial softmax of each segment.
+    """Attends from all tiles, and returns the partial softmax of each split.
 
     Args:
       full_steps: int32[N]; below this step a tile sees all keys, and all of them are in pages.
@@ -74,7 +74,7 @@ def decode_latents(
 
     Returns:
       ``out`` float32[S, rows, V], ``highest`` and ``total`` float32[S, rows]; undefined where S
-      counts more segments than there are.
+      counts more splits than there are.
     """
     config, rows = shape.config, shape.rows
     results = (tasks.num_splits, rows)
@@ -102,7 +102,7 @@ def decode_latents(
     )
     first_row = pages.first_row().reshape(1)
     arrays = [tasks.tiles, tasks.workers, full_steps, tables, queries, numbers, first_row]
-    return PartialSoftmax(*call_unfused(call, [*arrays, *_kind_of_rows(shape).views(pages)]))
+    return PartialSoftmax(*call_unfused(call, [*arrays, *_choose_latents(shape).views(pages)]))
 
 
 class _Operands(NamedTuple):
@@ -153,7 +153,7 @@ class _Scratch[T](NamedTuple):
     @classmethod
     def from_shape(cls, shape: DecodeShape) -> "_Scratch[Scratch]":
         """Returns the types for a kernel."""
-        kind = _kind_of_rows(shape)
+        kind = _choose_latents(shape)
         loaded, others = kind.scratch(shape)
         free: Scratch = plgpu.Barrier(num_barriers=kind.stages, num_arrivals=HALVES)
         if is_paired(shape):
@@ -177,9 +177,9 @@ class _Scratch[T](NamedTuple):
 
 
 class _KVSplit:
-    """The steps of a tile that one lane takes, as places on the line of all steps.
+    """The steps of a tile that one worker takes, as indices on the line of all steps.
 
-    opens, closes: whether it is the first one of the tile in this lane, or the last one.
+    opens, closes: whether it is the first one of the tile in this worker, or the last one.
     """
 
     def __init__(self, decoder: "_Decoder", index: Array) -> None:
@@ -187,7 +187,7 @@ class _KVSplit:
         self.tile = tile = Tile.load(decoder.operands.tiles, index)
         self.begin = jnp.maximum(worker.line_begin, tile.line_begin)
         self.end = jnp.minimum(worker.line_end, tile.line_end)
-        self.shift = tile.first_step - tile.line_begin  # from places on the line to steps
+        self.shift = tile.first_step - tile.line_begin  # from indices on the line to steps
         self.full_steps = decoder.operands.full_steps[index]
         self.number = decoder.number + index
         self.opens: Array | bool = True
@@ -199,12 +199,12 @@ class _KVSplit:
         return jnp.maximum(self.begin, jnp.minimum(self.full_steps - self.shift, self.end))
 
     def ranges(self, steps: int) -> tuple[Array, Array]:
-        """Returns the first of the fixed ranges that this segment meets, and one past the last."""
+        """Returns the first of the fixed ranges that this split meets, and one past the last."""
         first, last = self.begin + self.shift, self.end + self.shift
         return lax.div(first, steps), lax.div(last + (steps - 1), steps)
 
     def cut(self, k: Array, steps: int) -> Self:
-        """Returns the part of the segment that lies in a fixed range."""
+        """Returns the part of the split that lies in a fixed range."""
         part, tile = copy.copy(self), self.tile
         part.begin = jnp.maximum(self.begin, k * steps - self.shift)
         part.end = jnp.minimum(self.end, (k + 1) * steps - self.shift)
@@ -230,9 +230,9 @@ class _Decoder:
     def __init__(self, shape: DecodeShape, operands: _Operands, scratch: _Scratch[Ref]) -> None:
         self.shape, self.config, self.steps = shape, shape.config, shape.steps
         self.operands, self.smem = operands, scratch
-        kind = _kind_of_rows(shape)
-        self.step_rows = kind(shape, operands.pages, scratch.loaded, *scratch.others)
-        self.widened = self.step_rows if isinstance(self.step_rows, WidenedRows) else None
+        kind = _choose_latents(shape)
+        self.latents = kind(shape, operands.pages, scratch.loaded, *scratch.others)
+        self.widened = self.latents if isinstance(self.latents, WidenedLatents) else None
         self.first_page_row = operands.first_row[0]
         self.number = lax.axis_index("worker")
         self.worker = Worker.load(operands.workers, self.number)
@@ -262,11 +262,11 @@ class _Decoder:
                 else:
                     pl.loop(*kv_split.ranges(fixed))(lambda k: work(kv_split.cut(k, fixed)))
 
-    def _stage(self, place: Array) -> Array:
-        return lax.rem(place - self.worker.line_begin, self.step_rows.stages)
+    def _stage(self, line_step: Array) -> Array:
+        return lax.rem(line_step - self.worker.line_begin, self.latents.stages)
 
-    def _find(self, kv_split: _KVSplit, place: Array) -> list[Granule]:
-        request, step = kv_split.tile.request, place + kv_split.shift
+    def _find(self, kv_split: _KVSplit, line_step: Array) -> list[Granule]:
+        request, step = kv_split.tile.request, line_step + kv_split.shift
         return self.steps.find(self.operands.tables, request, step)
 
     # The third warpgroup loads.
@@ -275,7 +275,7 @@ class _Decoder:
         plgpu.set_max_registers(40, action="decrease")
         self._each_split(self._load)
         if self.paired:  # the other thread block signals this one, which must not end before
-            for stage in range(self.step_rows.stages):
+            for stage in range(self.latents.stages):
                 used = self.worker.line_end - self.worker.line_begin > stage
                 pl.when(used)(lambda s=stage: plgpu.barrier_wait(self.smem.loaded_free.at[s]))
 
@@ -289,15 +289,15 @@ class _Decoder:
             plgpu.copy_gmem_to_smem(source, self.smem.query.at[0], self.smem.query_full)
 
         @pl.loop(kv_split.begin, kv_split.end)
-        def _(place: Array) -> None:
+        def _(line_step: Array) -> None:
             # Ids take long to load: ask for them before waiting for a stage.
-            granules = self.steps.rows(self._find(kv_split, place), self.first_page_row)
-            stage, n = self._stage(place), self.steps.granule
-            used = place - self.worker.line_begin >= self.step_rows.stages
+            granules = self.steps.rows(self._find(kv_split, line_step), self.first_page_row)
+            stage, n = self._stage(line_step), self.steps.granule
+            used = line_step - self.worker.line_begin >= self.latents.stages
             pl.when(used)(lambda: plgpu.barrier_wait(self.smem.loaded_free.at[stage]))
             for j, granule in enumerate(granules):
                 axes = "pair" if self.paired else None
-                self.step_rows.fetch(granule, stage, j * n, self.smem.loaded_full, axes)
+                self.latents.fetch(granule, stage, j * n, self.smem.loaded_full, axes)
 
     # The first warpgroup scores, and adds up the left half of the output.
 
@@ -306,11 +306,11 @@ class _Decoder:
         self._each_split(self._score)
 
     def _score(self, kv_split: _KVSplit) -> None:
-        """Attends from the rows to the keys of a segment, without the right half of the output."""
+        """Attends from the rows to the keys of a split, without the right half of the output."""
         scale = self.operands.numbers[0, SCALE]
 
         def step(masked: bool) -> Callable[[Array, _Softmax], _Softmax]:
-            return lambda place, running: self._score_step(kv_split, place, scale, masked, running)
+            return lambda i, running: self._score_step(kv_split, i, scale, masked, running)
 
         pl.when(kv_split.opens)(lambda: plgpu.barrier_wait(self.smem.query_full))
         running = _Softmax(
@@ -322,37 +322,35 @@ class _Decoder:
         running = lax.fori_loop(kv_split.full, kv_split.end, step(True), running)
         pl.when(kv_split.closes)(lambda: plgpu.barrier_arrive(self.smem.query_free))
         # A row that saw nothing has weights of keys that it does not see.
-        known, place = running.highest > UNSEEN, (kv_split.number, self.rows)
-        store(self.operands.splits.highest.at[place], jnp.where(known, running.highest, -jnp.inf))
-        store(
-            self.operands.splits.total.at[place], jnp.where(known, running.total.sum(axis=1), 0.0)
-        )
+        known, slot = running.highest > UNSEEN, (kv_split.number, self.rows)
+        store(self.operands.splits.highest.at[slot], jnp.where(known, running.highest, -jnp.inf))
+        store(self.operands.splits.total.at[slot], jnp.where(known, running.total.sum(axis=1), 0.0))
         self._store_output(kv_split, 0, running.out)
 
     def _score_step(
-        self, kv_split: _KVSplit, place: Array, scale: Array, masked: bool, running: _Softmax
+        self, kv_split: _KVSplit, line_step: Array, scale: Array, masked: bool, running: _Softmax
     ) -> _Softmax:
         """Adds 64 keys to the running softmax."""
-        stage = self._stage(place)
+        stage = self._stage(line_step)
         plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         if self.widened is not None:
-            self._widen(self.widened, kv_split, place, masked, 0)
+            self._widen(self.widened, kv_split, line_step, masked, 0)
             plgpu.barrier_wait(self.widened.full)
         products = multiply(
-            self.smem.query.at[opaque_zero(place)], self.step_rows.keys(place, stage).T
+            self.smem.query.at[opaque_zero(line_step)], self.latents.keys(line_step, stage).T
         )
         scores, factor = common.cap(self.config, products, scale)
         if masked:
             if self.widened is None:
-                holes = self._clean_values(kv_split, place, 0)
+                holes = self._clean_values(kv_split, line_step, 0)
             else:
-                holes = self.steps.holes(self._find(kv_split, place))
-            scores = jnp.where(self._seen(kv_split, place, holes), scores * factor, UNSEEN)
+                holes = self.steps.holes(self._find(kv_split, line_step))
+            scores = jnp.where(self._seen(kv_split, line_step, holes), scores * factor, UNSEEN)
             factor = 1.0
         highest = jnp.maximum(running.highest, scores.max(axis=1) * factor)
         shrink = jnp.exp2(running.highest - highest)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(highest, scores.shape, [0]))
-        used = place > self.worker.line_begin
+        used = line_step > self.worker.line_begin
         pl.when(used)(lambda: plgpu.barrier_wait(self.smem.taken))
         self.smem.weights[0] = weights.astype(self.shape.compute)
         store(self.smem.shrink, shrink)
@@ -360,20 +358,20 @@ class _Decoder:
         plgpu.barrier_arrive(self.smem.weighed)
         total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
         total = common.add_columns(total, weights)
-        out = self._add_values(running.out, shrink, place, 0)
+        out = self._add_values(running.out, shrink, line_step, 0)
         if self.widened is None:
             plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
         return _Softmax(out, highest, total)
 
-    def _seen(self, kv_split: _KVSplit, place: Array, holes: Array) -> Array:
+    def _seen(self, kv_split: _KVSplit, line_step: Array, holes: Array) -> Array:
         """Returns bool[ROWS, STEP], whether each row sees each key of a step."""
         shape, layout = (ROWS, STEP), plgpu.Layout.WGMMA
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first_row
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         queries = lax.div(row, self.config.group) + kv_split.tile.position
-        keys = key + (place + kv_split.shift) * STEP
+        keys = key + (line_step + kv_split.shift) * STEP
         seen = common.sees(self.config, kv_split.tile, queries, keys)
-        return seen & self.steps.held(key, holes)
+        return seen & self.steps.is_allocated(key, holes)
 
     # The second warpgroup adds up the right half of the output.
 
@@ -382,26 +380,26 @@ class _Decoder:
         self._each_split(self._add)
 
     def _add(self, kv_split: _KVSplit) -> None:
-        """Adds up the right half of a segment's output."""
+        """Adds up the right half of a split's output."""
 
         def step(masked: bool) -> Callable[[Array, Array], Array]:
-            return lambda place, out: self._add_step(kv_split, place, masked, out)
+            return lambda line_step, out: self._add_step(kv_split, line_step, masked, out)
 
         out = lax.fori_loop(kv_split.begin, kv_split.full, step(False), self._no_output())
         out = lax.fori_loop(kv_split.full, kv_split.end, step(True), out)
         self._store_output(kv_split, 1, out)
 
-    def _add_step(self, kv_split: _KVSplit, place: Array, masked: bool, out: Array) -> Array:
-        stage = self._stage(place)
+    def _add_step(self, kv_split: _KVSplit, line_step: Array, masked: bool, out: Array) -> Array:
+        stage = self._stage(line_step)
         plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         if self.widened is not None:
-            self._widen(self.widened, kv_split, place, masked, 1)
+            self._widen(self.widened, kv_split, line_step, masked, 1)
             plgpu.barrier_arrive(self.widened.full)
         elif masked:
-            self._clean_values(kv_split, place, 1)
+            self._clean_values(kv_split, line_step, 1)
         plgpu.barrier_wait(self.smem.weighed)
         shrink = plgpu.load(self.smem.shrink, layout=PER_ROW, optimized=False)
-        out = self._add_values(out, shrink, place, 1)
+        out = self._add_values(out, shrink, line_step, 1)
         plgpu.barrier_arrive(self.smem.taken)
         if self.widened is None:
             plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
@@ -413,34 +411,34 @@ class _Decoder:
         zeros = jnp.zeros((ROWS, self.half), jnp.float32)
         return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
-    def _add_values(self, out: Array, shrink: Array, place: Array, half: int) -> Array:
+    def _add_values(self, out: Array, shrink: Array, line_step: Array, half: int) -> Array:
         """Returns half of an output, shrunk, and with the weighted values of a step added."""
         out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
         weights, columns = (
-            self.smem.weights.at[opaque_zero(place)],
+            self.smem.weights.at[opaque_zero(line_step)],
             pl.ds(half * self.half, self.half),
         )
-        values = self.step_rows.values(place, self._stage(place), columns)
+        values = self.latents.values(line_step, self._stage(line_step), columns)
         if not _mosaic.OPERANDS_IN_REGISTERS:
             return out + multiply(weights, values)
         return add_product(out, weights, values)
 
     def _widen(
-        self, rows: WidenedRows, kv_split: _KVSplit, place: Array, masked: bool, half: int
+        self, rows: WidenedLatents, kv_split: _KVSplit, line_step: Array, masked: bool, half: int
     ) -> None:
         """Widens the columns of a step that belong to a half, and frees the stage they were in."""
-        stage, known = self._stage(place), self._known(kv_split, place) if masked else None
-        rows.widen(place, stage, half, known)
+        stage, known = self._stage(line_step), self._known(kv_split, line_step) if masked else None
+        rows.widen(line_step, stage, half, known)
         plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
 
-    def _known(self, kv_split: _KVSplit, place: Array) -> Array:
+    def _known(self, kv_split: _KVSplit, line_step: Array) -> Array:
         """Returns bool[STEP, COLUMNS], whether any row of the tile may see each key of a step."""
         row = plgpu.broadcasted_iota(jnp.int32, (STEP, COLUMNS), 0, layout=NARROW)
-        keys, tile = row + (place + kv_split.shift) * STEP, kv_split.tile
-        held = self.steps.held(row, self.steps.holes(self._find(kv_split, place)))
-        return held & (keys >= tile.begin) & (keys < tile.end)
+        keys, tile = row + (line_step + kv_split.shift) * STEP, kv_split.tile
+        allocated = self.steps.is_allocated(row, self.steps.holes(self._find(kv_split, line_step)))
+        return allocated & (keys >= tile.begin) & (keys < tile.end)
 
-    def _clean_values(self, kv_split: _KVSplit, place: Array, half: int) -> Array:
+    def _clean_values(self, kv_split: _KVSplit, line_step: Array, half: int) -> Array:
         """Writes zeros over the values of a half that no row of the tile sees.
 
         Scores of these keys are masked, whether they are computed before this or after it.
@@ -448,8 +446,9 @@ class _Decoder:
         Returns:
           A bit for each hole of the step.
         """
-        tile, key, stage = kv_split.tile, (place + kv_split.shift) * STEP, self._stage(place)
-        holes = self.steps.holes(self._find(kv_split, place))
+        tile, stage = kv_split.tile, self._stage(line_step)
+        key = (line_step + kv_split.shift) * STEP
+        holes = self.steps.holes(self._find(kv_split, line_step))
         plgpu.commit_smem()  # also a barrier, because the compiler adds none; so is the one below
 
         @pl.when((key < tile.begin) | (key + STEP > tile.end) | (holes != 0))

@@ -1,4 +1,4 @@
-"""Latent rows in the shared memory of the Mosaic GPU kernel that attends to them."""
+"""Latent vectors in the shared memory of the Mosaic GPU kernel that attends to them."""
 
 from collections.abc import Sequence
 from typing import override
@@ -17,7 +17,7 @@ from pallas_kernels._paged_attention.tasks import STEP
 HALVES = 2  # of a value, one for each warpgroup that computes
 COLUMNS = 64  # of values that are cleaned or widened together: registers are short
 NARROW, WIDE = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
-# Four numbers a row, held by the threads that hold the row in the layout `WIDE`.
+# Four numbers a row, in the threads that have the row in the layout `WIDE`.
 FOURS = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))),
     warp_dims=(-7,),
@@ -26,18 +26,18 @@ FOURS = plgpu.Layout.TILED(
 )
 
 
-def opaque_zero(place: Array) -> Array:
+def opaque_zero(line_step: Array) -> Array:
     """Returns 0, which the compiler cannot tell.
 
-    If it could, it would compute the addresses of all operands ahead, and run out of registers.
+    If it could, it would compute the addresses of all operands early, and run out of registers.
     """
-    return place >> 30
+    return line_step >> 30
 
 
-class Rows:
-    """16-bit rows, used where the copy engine put them.
+class Latents:
+    """16-bit vectors, used where the copy engine put them.
 
-    stages: steps of loaded rows that fit into shared memory.
+    stages: steps of loaded vectors that fit into shared memory.
     num_views: arrays of pages that the kernel takes.
     num_copies: copies that load a granule.
     """
@@ -54,7 +54,7 @@ class Rows:
 
     @classmethod
     def scratch(cls, shape: DecodeShape) -> tuple[Scratch, list[Scratch]]:
-        """Returns the shared memory for rows as they are loaded, and all else that they need."""
+        """Returns the shared memory for vectors as they are loaded, and all else that they need."""
         return tiled((cls.stages, STEP, shape.config.key_width), shape.page), []
 
     def fetch(self, row: Array, stage: Array, first: int, full: Ref, axes: str | None) -> None:
@@ -67,22 +67,22 @@ class Rows:
             collective_axes=axes,
         )
 
-    def keys(self, place: Array, stage: Array) -> Ref:
+    def keys(self, line_step: Array, stage: Array) -> Ref:
         """Returns the rows of a step in 16 bits."""
-        del place
+        del line_step
         return self.loaded.at[stage]
 
-    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Ref:
+    def values(self, line_step: Array, stage: Array, columns: pl.Slice) -> Ref:
         """Returns some columns of the rows of a step in 16 bits."""
-        del place
+        del line_step
         return self.loaded.at[stage, :, columns]
 
 
-class WidenedRows(Rows):
-    """8-bit rows, which are widened before they are used.
+class WidenedLatents(Latents):
+    """8-bit vectors, which are widened before they are used.
 
     Each warpgroup that computes widens the columns of its own values, and the second one the rest
-    of the keys, too. There is room for one step of wide rows; meanwhile the next steps are loaded.
+    of the keys, too. One step of wide vectors fits; meanwhile the next steps are loaded.
 
     full: barrier; the second warpgroup has widened its columns.
     """
@@ -106,17 +106,17 @@ class WidenedRows(Rows):
         return tiled((cls.stages, STEP, width), shape.page, COLUMNS), [wide, plgpu.Barrier()]
 
     @override
-    def keys(self, place: Array, stage: Array) -> Ref:
+    def keys(self, line_step: Array, stage: Array) -> Ref:
         del stage
-        return self.wide.at[opaque_zero(place)]
+        return self.wide.at[opaque_zero(line_step)]
 
     @override
-    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Ref:
+    def values(self, line_step: Array, stage: Array, columns: pl.Slice) -> Ref:
         del stage
-        return self.wide.at[opaque_zero(place), :, columns]
+        return self.wide.at[opaque_zero(line_step), :, columns]
 
-    def widen(self, place: Array, stage: Array, half: int, known: Array | None) -> None:
-        """Widens the columns of a half, and puts zeros in place of values that are not known.
+    def widen(self, line_step: Array, stage: Array, half: int, known: Array | None) -> None:
+        """Widens the columns of a half, and puts zeros in line_step of values that are not known.
 
         Args:
           known: bool[STEP, COLUMNS], in the layout `NARROW`; None: all values are known.
@@ -129,7 +129,7 @@ class WidenedRows(Rows):
         for first, part in zip(firsts, self._widen(stage, firsts, parts), strict=True):
             if known is not None and first < config.value_width:
                 part = jnp.where(known, part, full_like(part, 0))
-            self.values(place, stage, pl.ds(first, COLUMNS))[...] = part
+            self.values(line_step, stage, pl.ds(first, COLUMNS))[...] = part
         plgpu.commit_smem()
 
     def _load(self, stage: Array, first: int) -> Array:
@@ -141,11 +141,11 @@ class WidenedRows(Rows):
         return [part.astype(self.shape.compute) for part in parts]
 
 
-class PackedRows(WidenedRows):
-    """Packed rows: groups of values, scales and the rotary part are loaded by copies of their own.
+class PackedLatents(WidenedLatents):
+    """Packed vectors, whose groups of values, scales and rotary parts are loaded separately.
 
-    A copy of 128 bytes a row would put all rows into the same banks of shared memory. So a copy
-    brings 16 bytes more: those that follow a group, or that precede the rotary part.
+    A copy of 128 bytes a row would put all of them into the same banks of shared memory. So a copy
+    brings 16 bytes more, after a group or before the rotary part.
     """
 
     stages, num_views, num_copies = 1, 3, 6

@@ -14,9 +14,9 @@ from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape,
 from pallas_kernels._paged_attention.prefill_tasks import (
     QUERIES,
     ROWS,
-    divide,
-    halves_of,
+    list_halves,
     prefill_tiles,
+    split_tiles,
 )
 from pallas_kernels._paged_attention.requests import SharedPrefixes
 from pallas_kernels._paged_attention.rounds import in_rounds
@@ -39,7 +39,7 @@ from pallas_kernels._paged_attention.tiles import (
 )
 
 MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile of decoding
-MAX_ELEMENTS = 128 * 128  # keys of a step times the width of values, for which there are registers
+MAX_ELEMENTS = 128 * 128  # keys of a step times the width of values, limited by registers
 
 
 def attend_mosaic(arrays: AttentionArrays, config: Config) -> tuple[Array, Array]:
@@ -76,12 +76,12 @@ def _prefill(arrays: AttentionArrays, config: Config, tiles: QueryTiles, out: Re
     shape, num_tiles = _prefill_shape(arrays, config), tiles.requests.shape[0]
     queries = jnp.pad(arrays.queries, ((0, -arrays.queries.shape[0] % 8), (0, 0), (0, 0)))
     queries = queries.astype(shape.compute)
-    pieces = divide(arrays, config, tiles, shape.keys)
-    task_map = prefill_tiles(arrays, config, tiles, shape.keys, pieces)
+    tile_splits = split_tiles(arrays, config, tiles, shape.keys)
+    task_map = prefill_tiles(arrays, config, tiles, shape.keys, tile_splits)
     lse, *splits = prefill(
         *(shape, _prefill_arrays(arrays, config, task_map), queries, arrays.pages),
         num_tiles=num_tiles,
-        num_splits=2 * pieces.workers if pieces else 0,
+        num_splits=2 * tile_splits.workers if tile_splits else 0,
         out=out,
     )
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
@@ -89,15 +89,15 @@ def _prefill(arrays: AttentionArrays, config: Config, tiles: QueryTiles, out: Re
     octets = lax.div(tiles.tokens[tiles.token_tiles], 8) + warpgroup * (ROWS // 8)
     row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
     found = lse[tiles.token_tiles, :, warpgroup, row]
-    if pieces is None:
+    if tile_splits is None:
         return found
-    halves, places = halves_of(tiles, pieces, queries.shape[0])
-    lse = _combine_pieces(arrays, config, halves, PartialSoftmax(*splits), out)
-    place = places[tiles.token_tiles]
-    return jnp.where(place[:, None] < 0, found, lse[place, warpgroup, :, row])
+    halves, slots = list_halves(tiles, tile_splits, queries.shape[0])
+    lse = _combine_splits(arrays, config, halves, PartialSoftmax(*splits), out)
+    slot = slots[tiles.token_tiles]
+    return jnp.where(slot[:, None] < 0, found, lse[slot, warpgroup, :, row])
 
 
-def _combine_pieces(
+def _combine_splits(
     arrays: AttentionArrays,
     config: Config,
     halves: Array,
@@ -105,13 +105,13 @@ def _combine_pieces(
     out: Ref,
 ) -> Array:
     """Writes the output of N divided tiles; returns float32[N, 2, heads, 64], the log-sum-exp."""
-    of_heads = config.replace(kv_heads=config.kv_heads * config.group, group=1)
+    per_head = config.replace(kv_heads=config.kv_heads * config.group, group=1)
     numbers = _numbers_of_heads(arrays, config)
     numbers = jnp.pad(numbers, ((0, 0), (0, ROWS - 1)), mode="edge")  # the sink of each row
     num_halves, num_splits = halves.shape[0], splits.out.shape[0]
-    lse = jnp.empty((num_halves, of_heads.kv_heads, ROWS), jnp.float32)
+    lse = jnp.empty((num_halves, per_head.kv_heads, ROWS), jnp.float32)
     outputs = Outputs(out, jax.new_ref(lse))
-    given = of_heads, halves, None, numbers, outputs, splits
+    given = per_head, halves, None, numbers, outputs, splits
     combine(*given, num_workers=num_halves * num_splits // 2, finished=False)
     return written(outputs.lse).reshape(-1, 2, *lse.shape[1:])
 
@@ -151,7 +151,7 @@ def _prefill_arrays(arrays: AttentionArrays, config: Config, tiles: Array) -> Pr
 
 
 def _numbers_of_heads(arrays: AttentionArrays, config: Config) -> Array:
-    """Returns the numbers of each query head, as `PrefillArrays` holds them."""
+    """Returns the numbers of each query head, as in `PrefillArrays`."""
     scales = jnp.repeat(arrays.key_scale * jnp.float32(config.scale), config.group)
     value_scale = jnp.repeat(arrays.value_scale, config.group)
     no_sinks = jnp.full_like(scales, -jnp.inf)
@@ -181,7 +181,7 @@ def _attend_shared(
     """Writes the output of one query each; returns their log-sum-exp, float32[T, heads].
 
     Attends to what requests share for all of them together, by the kernel for many queries, whose
-    rows are here those of one KV head, and to the rest for each.
+    rows are the query heads of one KV head, and to the rest for each.
     """
     parts, rows_config = tile_shared(arrays, config, shared), config.replace(group=1, causal=False)
     shape = _prefill_shape(arrays, rows_config)
@@ -209,7 +209,7 @@ def _decode(
     shape = _decode_shape(arrays, config, tiles.size * config.group)
     fixed = FixedSplits.from_config(config, arrays.block_tables.shape[1])
     # Others have parts in other kernels, or must be added up in the same way whatever their number.
-    # With 8-bit pages, finishing takes so many registers that a thread block less fits on an SM.
+    # With 8-bit pages, finishing takes registers that one more thread block on an SM needs.
     finishes = fixed is None and shared is None and not shape.widens
     numbers = tile_numbers(arrays, shape)
 
@@ -261,7 +261,7 @@ def used_tokens(arrays: AttentionArrays) -> Array:
 
 
 def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array:
-    """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold other queries."""
+    """Returns [N, kv_heads, rows, K]; rows past a tile's queries are other queries."""
     config, rows = shape.config, tiles.size * shape.config.group
     if tiles.size == 1:
         tiled = queries.reshape(-1, config.kv_heads, config.group, config.key_width)
@@ -275,7 +275,7 @@ def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array
 
 
 def shared_queries(queries: Array, shared: SharedTiles, config: Config, rows: int) -> Array:
-    """Returns [N, rows, kv_heads, K]; rows past a tile's queries hold other queries, or zeros."""
+    """Returns [N, rows, kv_heads, K]; rows past a tile's queries are other queries, or zeros."""
     tiled = queries[shared.requests].reshape(
         *shared.requests.shape, config.kv_heads, config.group, config.key_width
     )
@@ -291,8 +291,8 @@ def tile_numbers(arrays: AttentionArrays, shape: DecodeShape) -> Array:
     config = shape.config
     sinks = jnp.full((config.kv_heads, shape.rows), -jnp.inf, jnp.float32)
     if arrays.sinks is not None:
-        of_rows = jnp.arange(shape.rows) % config.group
-        sinks = arrays.sinks.reshape(config.kv_heads, config.group)[:, of_rows] * LOG2E
+        heads = jnp.arange(shape.rows) % config.group
+        sinks = arrays.sinks.reshape(config.kv_heads, config.group)[:, heads] * LOG2E
     scales = arrays.key_scale * jnp.float32(config.scale), arrays.value_scale
     return jnp.concatenate([jnp.stack(scales, axis=1), sinks], axis=1)
 

@@ -1,4 +1,4 @@
-"""Latent rows packed into bytes: 8-bit values with scales, and a 16-bit rotary part."""
+"""Latent vectors packed into bytes: 8-bit values with scales, and a 16-bit rotary part."""
 
 from typing import Literal, NamedTuple
 

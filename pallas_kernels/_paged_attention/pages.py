@@ -16,7 +16,7 @@ class StridedPages(NamedTuple):
     """Pages of keys and values among other bytes: padding, other layers, other heads.
 
     Head h of page p lies in extent ``first + p * page_step + h * head_step``, a row of ``data``. In
-    that extent the page begins at byte ``start``, and holds one token after another, each with all
+    that extent the page begins at byte ``start``, with one token after another, each with all
     of its heads; or one head after another, each with all of its tokens (``heads_first``). Only
     ``data`` and ``first`` may be traced.
 
@@ -84,7 +84,7 @@ class StridedPages(NamedTuple):
 
     @property
     def head_rows(self) -> int:
-        """Returns the rows from one head to the next; 0 if a row holds all heads."""
+        """Returns the rows from one head to the next; 0 if a row has all heads."""
         return self.head_step * self.rows_per_extent or self.heads_first * self.tokens
 
     @property

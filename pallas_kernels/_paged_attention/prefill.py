@@ -4,9 +4,8 @@ Two warpgroups compute, each with 64 queries of one head, and a third one loads 
 and widens 8-bit ones. A warpgroup scores the keys of a step and adds up the values of the
 step before at the same time, and computes the softmax of a step while the tensor cores add up.
 Steps whose keys every query sees skip the masks. Thread blocks are persistent: they run many tiles,
-long ones first, and load the first keys of the next tile in advance. Pieces of long tiles, and
-tiles of what requests share, whose rows are queries of several requests, are segments, which
-another kernel combines.
+long ones first, and prefetch the first keys of the next tile. Another kernel combines the splits of
+long tiles, and of tiles that requests share, whose rows are queries of several requests.
 """
 
 import itertools
@@ -38,8 +37,8 @@ from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, Prefill
 from pallas_kernels._paged_attention.rule import Config
 
 WARPGROUPS = QUERIES // ROWS  # that compute
-STAGES = 2  # steps that are loaded ahead
-SPARE_ROWS = 8  # of segments, undefined; so many are read from the first row of any request on
+STAGES = 2  # steps that are prefetched
+SPARE_ROWS = 8  # of splits, undefined: 8 rows are read from the first row of any request on
 SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, without barriers
 UNSEEN = -1e30  # a score below all others; -inf would need checks in every step
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -90,11 +89,11 @@ class PrefillShape(NamedTuple):
             used += self.keys * (config.key_width + config.value_width)
         if not _mosaic.OPERANDS_IN_REGISTERS:
             used += rows * self.keys * item
-        room = (SMEM_BYTES - used) // (rows * item)
+        budget = (SMEM_BYTES - used) // (rows * item)
         # Rows begin at multiples of 128 bytes; a width that they do not divide is written by 64s.
         whole = config.value_width // 64 if config.value_width % 64 == 0 else 1
         return max(
-            (64 * n for n in range(1, whole + 1) if whole % n == 0 and 64 * n <= room), default=0
+            (64 * n for n in range(1, whole + 1) if whole % n == 0 and 64 * n <= budget), default=0
         )
 
 
@@ -103,7 +102,7 @@ class PrefillArrays[T](NamedTuple):
 
     tiles: int32[N, ...], a `PrefillTile` per row.
     block_tables: int32[B, W].
-    numbers: float32[heads, 3]: the factor of the scores, that of the values, and the logit of the
+    numbers: float32[heads, 3]: the factors of the scores and of the values, and the logit of the
       sink in base 2, -inf for none.
     """
 
@@ -122,17 +121,17 @@ def prefill(
     num_splits: int = 0,
     out: Ref | None = None,
 ) -> Sequence[Array]:
-    """Attends from tiles of queries: writes their output, or returns them as segments.
+    """Attends from tiles of queries: writes their output, or returns them as splits.
 
     Args:
       queries: [T with padding, heads, K], a multiple of 8 tokens, and at least `ROWS`.
-      num_tiles: tiles whose output is written; those from this index on are segments.
-      num_splits: the most segments that there can be.
-      out: the output, [T, heads, V], if there are any tiles that are no segments.
+      num_tiles: tiles whose output is written; tiles from this index on are splits.
+      num_splits: the most splits that there can be.
+      out: the output, [T, heads, V], if there are any tiles that are no splits.
 
     Returns:
       If there are tiles, their log-sum-exp, float32[num_tiles, heads, 2, 64], undefined for rows
-      without a query. If there are segments, the fields of a `PartialSoftmax`, as `decode` returns
+      without a query. If there are splits, the fields of a `PartialSoftmax`, as `decode` returns
       it, with `SPARE_ROWS`.
     """
     heads, results = queries.shape[1], list[tuple[int, ...]]()
@@ -160,7 +159,7 @@ def prefill(
 
 
 class _Operands(NamedTuple):
-    """References to the arrays of a call, to the output and its log-sum-exp, and to segments.
+    """References to the arrays of a call, to the output and its log-sum-exp, and to splits.
 
     Either of the latter may be None.
     """
@@ -311,7 +310,7 @@ class _Prefiller:
         """Calls ``do(turn, item)`` for every item of this thread block."""
 
         def one(turn: Array, steps_before: Array) -> Array:
-            is_item, index, head = self._place(turn)
+            is_item, index, head = self._locate_item(turn)
             tile = PrefillTile.load(self.arrays.tiles, index)
             kv_head = lax.div(head, self.config.group)
             first_row, column = self.steps.head(tile.first_row, kv_head)
@@ -329,10 +328,10 @@ class _Prefiller:
         is_even = lax.rem(jnp.asarray(turn, jnp.int32), 2) == 0
         return turn * self.num_blocks + lax.select(is_even, self.block, back)
 
-    def _place(self, turn: Array | int) -> tuple[Array, Array, Array]:
+    def _locate_item(self, turn: Array | int) -> tuple[Array, Array, Array]:
         """Returns whether there is an item, its row of the tiles, and its head.
 
-        Past the last item, row and head are those of the last.
+        Past the last item, row and head are the last ones.
         """
         number = self._number(turn)
         is_item = number < self.num_items
@@ -356,31 +355,31 @@ class _Prefiller:
         keys, values = self._parts(item)
         first, last = item.tile.first_step, item.tile.last_step
 
-        def fetch(places: list[Array], step: Array, part: _Part) -> None:
+        def fetch(granule_rows: list[Array], step: Array, part: _Part) -> None:
             stage = self._reuse(item, step, part)
-            self._fetch(places, part.columns, part.wide, part.full.at[stage], stage)
+            self._fetch(granule_rows, part.columns, part.wide, part.full.at[stage], stage)
 
-        places = self._locate(item, first)
-        fetch(places, first, keys)
+        granule_rows = self._locate(item, first)
+        fetch(granule_rows, first, keys)
 
         def load(step: Array, before: list[Array]) -> list[Array]:
             # Loads ids before the wait for stages, to hide the latency.
-            places = self._locate(item, step)
-            fetch(places, step, keys)
+            granule_rows = self._locate(item, step)
+            fetch(granule_rows, step, keys)
             fetch(before, step - 1, values)
-            return places
+            return granule_rows
 
-        places = lax.fori_loop(first + 1, last, load, places)
-        fetch(places, last - 1, values)
+        granule_rows = lax.fori_loop(first + 1, last, load, granule_rows)
+        fetch(granule_rows, last - 1, values)
 
     def _load_and_widen(self, turn: Array, item: _Item) -> None:
         """Loads 8-bit keys and values, and widens them to 16 bits for the other warpgroups."""
         del turn
         keys, values = self._parts(item)
         first, last = item.tile.first_step, item.tile.last_step
-        places = self._locate(item, first)
+        granule_rows = self._locate(item, first)
         for part in keys, values:
-            self._fetch(places, part.columns, part.narrow, part.narrow_full)
+            self._fetch(granule_rows, part.columns, part.narrow, part.narrow_full)
 
         def widen(step: Array, part: _Part, later: list[Array]) -> None:
             self._widen(item, step, part)
@@ -390,10 +389,10 @@ class _Prefiller:
         later = self._locate(item, first + 1)
         widen(first, keys, later)
 
-        def load(step: Array, places: list[Array]) -> list[Array]:
+        def load(step: Array, granule_rows: list[Array]) -> list[Array]:
             later = self._locate(item, step + 1)
             widen(step, keys, later)
-            widen(step - 1, values, places)
+            widen(step - 1, values, granule_rows)
             return later
 
         later = lax.fori_loop(first + 1, last, load, later)
@@ -406,8 +405,8 @@ class _Prefiller:
         width = math.gcd(part.columns.size, 128)  # at once, because registers are short
         starts = range(0, self.shape.keys, 64), range(0, part.columns.size, width)
         for row, column in itertools.product(*starts):
-            piece = pl.ds(row, 64), pl.ds(column, width)
-            part.wide[(stage, *piece)] = part.narrow[piece].astype(self.shape.compute)
+            block = pl.ds(row, 64), pl.ds(column, width)
+            part.wide[(stage, *block)] = part.narrow[block].astype(self.shape.compute)
         plgpu.commit_smem()
         plgpu.barrier_arrive(part.full.at[stage])
 
@@ -435,12 +434,12 @@ class _Prefiller:
         return keys, values
 
     def _fetch(
-        self, places: list[Array], columns: pl.Slice, buffer: Ref, full: Ref, *stage: Array
+        self, granule_rows: list[Array], columns: pl.Slice, buffer: Ref, full: Ref, *stage: Array
     ) -> None:
         """Starts loading the keys or the values of a step."""
         n = self.steps.granule
-        for j, place in enumerate(places):
-            source = self.pages.at[pl.ds(pl.multiple_of(place, GRANULE), n), columns]
+        for j, row in enumerate(granule_rows):
+            source = self.pages.at[pl.ds(pl.multiple_of(row, GRANULE), n), columns]
             plgpu.copy_gmem_to_smem(source, buffer.at[(*stage, pl.ds(j * n, n))], full)
 
     def _locate(self, item: _Item, step: Array) -> list[Array]:
@@ -452,7 +451,7 @@ class _Prefiller:
 
     def _load_queries(self, turn: Array | int) -> None:
         """Starts loading the queries of an item, if there is one."""
-        is_item, index, head = self._place(turn)
+        is_item, index, head = self._locate_item(turn)
 
         @pl.when(is_item)
         def _() -> None:
@@ -462,7 +461,7 @@ class _Prefiller:
             plgpu.copy_gmem_to_smem(source, target, self.smem.query_full.at[self.warpgroup])
 
     def _octet(self, first: Array) -> Array:
-        """Returns the first row of this warpgroup, given that of the tile, in multiples of 8.
+        """Returns the first row of this warpgroup, given the tile's, in multiples of 8.
 
         Rows past the end of the array are moved back to lie within it.
         """
@@ -502,7 +501,7 @@ class _Prefiller:
         self._finish(item, running, _Rows(octet * 8, begin, end))
 
     def _finish(self, item: _Item, running: _Running, rows: "_Rows") -> None:
-        """Writes the output of a tile, or stores the results of a segment."""
+        """Writes the output of a tile, or stores the results of a split."""
         outputs, splits, index = self.outputs, self.splits, item.tile.index
         if outputs is not None and splits is not None:
             number = index - outputs.lse.shape[0]
@@ -606,10 +605,10 @@ class _Prefiller:
 
             pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
-        # In 16 bits, weights would take the registers of those that the tensor cores still read.
+        # In 16 bits, weights would take registers that the tensor cores still read.
         weights = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        places = running.highest, running.highest, weights, running.total
-        start: Ref = (plgpu.ACC.init(running.out), *places)
+        buffers = running.highest, running.highest, weights, running.total
+        start: Ref = (plgpu.ACC.init(running.out), *buffers)
         out, *softened = pl.run_state(both)(start)
         return out, softened
 
@@ -646,10 +645,10 @@ class _Prefiller:
         """Returns bool[ROWS, keys]: which keys of a step each query sees."""
         keys = self.shape.keys
         shape, layout = (ROWS, keys), plgpu.Layout.WGMMA
-        place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         queries = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + position
-        seen = common.sees(self.config, item.tile, queries, place + step * keys)
-        return seen & self.steps.held(place, self._holes(item, step))
+        seen = common.sees(self.config, item.tile, queries, key + step * keys)
+        return seen & self.steps.is_allocated(key, self._holes(item, step))
 
     def _holes(self, item: _Item, step: Array) -> Array:
         """Returns a bit for each hole of a step."""
@@ -685,9 +684,9 @@ class _Prefiller:
             plgpu.commit_smem()
 
     def _store(
-        self, place: tuple[Array, Array], running: _Running, splits: PartialSoftmax[Ref]
+        self, slot: tuple[Array, Array], running: _Running, splits: PartialSoftmax[Ref]
     ) -> None:
-        """Stores the results of a segment, given its number and the head."""
+        """Stores the results of a split, given its number and the head."""
         rows, row = pl.ds(self.warpgroup * ROWS, ROWS), 0
         # Rows that saw no key have added up values that they do not see, which may be infinite.
         seen = running.highest > UNSEEN
@@ -696,11 +695,11 @@ class _Prefiller:
         for first, width in self.config.value_parts:
             part = lax.slice(out, (0, first), (ROWS, first + width))
             part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-            store(splits.out.at[(*place, pl.ds(row, width), rows)].T, part)
+            store(splits.out.at[(*slot, pl.ds(row, width), rows)].T, part)
             row += width
         highest = jnp.where(seen, running.highest, -jnp.inf)
-        store(splits.highest.at[(*place, rows)], highest)
-        store(splits.total.at[(*place, rows)], running.total.sum(axis=1))
+        store(splits.highest.at[(*slot, rows)], highest)
+        store(splits.total.at[(*slot, rows)], running.total.sum(axis=1))
 
     def _write(self, item: _Item, running: _Running, rows: "_Rows", outputs: Outputs) -> None:
         """Writes rows to their tokens."""

@@ -1,7 +1,6 @@
 """The tiles of prefill: their queries and keys, and the steps that need masks.
 
-Few tiles of long requests would leave most of the GPU idle. So they are divided into pieces, whose
-results are segments, as those of decoding are.
+Few tiles of long requests would leave most of the GPU idle. So these are split, as in decoding.
 """
 
 from typing import NamedTuple, Self
@@ -17,14 +16,14 @@ from pallas_kernels._paged_attention.tasks import Link, Tile, running_sum
 from pallas_kernels._paged_attention.tiles import AttentionArrays, QueryTiles, count_ended, take
 
 QUERIES, ROWS = 128, 64  # of a tile, and of a warpgroup
-LEAST_STEPS = 8  # of a piece; a tile takes about the time of 3 to 8 steps besides its own
-CACHED_BYTES = 96 * 2**20  # some of which are gone from the 50 MB of L2 cache when they are needed
+LEAST_STEPS = 8  # of a split; a tile takes about the time of 3 to 8 steps besides its own
+CACHED_BYTES = 96 * 2**20  # more than the 50 MB of L2 cache: some of them are read twice
 
 
 class PrefillTile(NamedTuple):
     """The numbers of a tile that the kernel reads: columns of an array of tiles.
 
-    index: index of the tile and of its results; of a segment the number of all tiles and its own.
+    index: index of the tile and of its results; of a split the number of all tiles and its own.
     request: row of the block tables.
     octet: first row of the tile among the tokens, divided by 8.
     skip, count: rows ``skip`` to ``count - 1`` are queries of the request.
@@ -34,7 +33,7 @@ class PrefillTile(NamedTuple):
     first_step, last_step: the steps of keys, ``last_step`` excluded.
     full_begin, full_end: in these steps of the tile every query sees all keys, ``full_end``
       excluded; in none if it is not the larger one.
-    has_holes: whether any page of the request holds no keys.
+    has_holes: whether any page of the request has no keys.
     num_tiles: how many tiles count, in every row.
     heads_together: KV heads whose tiles come together; see `_heads_together`.
     first_row: the row at which the first page begins, in every row.
@@ -70,12 +69,12 @@ class PrefillTile(NamedTuple):
         return tiles[index, cls._fields.index(field)]
 
 
-class Pieces(NamedTuple):
-    """Consecutive steps that N tiles are divided into; several of a tile are segments.
+class TileSplits(NamedTuple):
+    """The splits of tiles: runs of consecutive steps. Most tiles have one, of all their steps.
 
-    counts: int32[N], pieces of each tile; 1 for most.
-    first_splits: int32[N], the number of the first segment of each tile that has several.
-    workers: pieces that all steps together would have. At most ``workers`` tiles have several, and
+    counts: splits of each tile.
+    first_splits: the number of the first split of each tile that has several.
+    workers: splits that all steps together would have. At most ``workers`` tiles have several, and
       all of these together ``2 * workers`` at most.
     """
 
@@ -84,8 +83,10 @@ class Pieces(NamedTuple):
     workers: int
 
 
-def divide(arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int) -> Pieces | None:
-    """Divides the tiles that are longer than others, where the GPU has thread blocks left for them.
+def split_tiles(
+    arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int
+) -> TileSplits | None:
+    """Splits the tiles that are longer than others, where the GPU has thread blocks left for them.
 
     Args:
       keys: keys of a step.
@@ -107,7 +108,7 @@ def divide(arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int
     each = jnp.maximum(lax.div(total + (workers - 1), workers), LEAST_STEPS)
     counts = jnp.where(4 * steps > 5 * each, lax.div(steps + each - 1, each), 1)
     splits = jnp.where(counts > 1, counts, 0)
-    return Pieces(counts, running_sum(splits) - splits, workers)
+    return TileSplits(counts, running_sum(splits) - splits, workers)
 
 
 def prefill_tiles(
@@ -115,7 +116,7 @@ def prefill_tiles(
     config: Config,
     tiles: QueryTiles,
     keys: int,
-    pieces: Pieces | None = None,
+    tile_splits: TileSplits | None = None,
 ) -> Array:
     """Returns int32[N, ...], a `PrefillTile` per row: the longest first, empty ones last.
 
@@ -123,18 +124,13 @@ def prefill_tiles(
 
     Args:
       keys: keys of a step.
-      pieces: from `divide`; there are ``pieces.lanes`` rows more then, one for each piece.
+      tile_splits: from `split_tiles`; adds ``tile_splits.workers`` rows, one for each split.
     """
     first, last = _steps(tiles, keys)
-    last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
-    seen_by_last = config.first_visible(last_query, tiles.chunk_offsets)
-    full_begin, full_end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
-    if config.causal:
-        seen_by_all = config.allocated_before(tiles.positions + 1, arrays.rank)
-        full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
+    full_begin, full_end = _full_steps(arrays, config, tiles, keys)
     holed = has_holes(arrays, config, tiles)
-    # The longest pieces come first, whatever their heads.
-    heads = _heads_together(arrays, config, tiles) if pieces is None else config.kv_heads
+    # The longest splits come first, whatever their heads.
+    heads = _heads_together(arrays, config, tiles) if tile_splits is None else config.kv_heads
     tile = PrefillTile(
         index=jnp.arange(tiles.requests.shape[0]),
         request=tiles.requests,
@@ -155,17 +151,33 @@ def prefill_tiles(
         heads_together=jnp.broadcast_to(heads, last.shape),
         first_row=jnp.broadcast_to(arrays.pages.first_row(), last.shape),
     )
-    if pieces is not None:
-        tile = _in_pieces(tile, pieces)
+    if tile_splits is not None:
+        tile = _apply_splits(tile, tile_splits)
     steps = jnp.where(tile.count > 0, tile.last_step - tile.first_step, 0)
+    return take(jnp.stack(tile, axis=1), _longest_first(steps))
+
+
+def _full_steps(
+    arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int
+) -> tuple[Array, Array]:
+    """Returns the range of steps in which all queries of each tile see all keys."""
+    last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
+    seen_by_last = config.first_visible(last_query, tiles.chunk_offsets)
+    begin, end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
+    if config.causal:
+        seen_by_all = config.allocated_before(tiles.positions + 1, arrays.rank)
+        end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
+    return begin, end
+
+
+def _longest_first(steps: Array) -> Array:
+    """Returns the order of tiles with these steps; by comparison, as XLA's sort is many kernels."""
     index = jnp.arange(steps.shape[0])
-    # Sorted by comparison, because XLA's sort of so few rows takes many kernels.
     before = (steps[None] > steps[:, None]) | (
         (steps[None] == steps[:, None]) & (index[None] < index[:, None])
     )
     rank = before.sum(axis=1)
-    order = jnp.where(rank[None] == index[:, None], index[None], 0).sum(axis=1)
-    return take(jnp.stack(tile, axis=1), order)
+    return jnp.where(rank[None] == index[:, None], index[None], 0).sum(axis=1)
 
 
 def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
@@ -174,13 +186,13 @@ def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
     return first, jnp.maximum(lax.div(tiles.ends + (keys - 1), keys), first + 1)
 
 
-def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
-    """Returns the pieces of N tiles, and rows that count none."""
-    num_tiles, ends = pieces.counts.shape[0], running_sum(pieces.counts)
-    index = jnp.arange(num_tiles + pieces.workers)
-    of = jnp.minimum(count_ended(ends, index), num_tiles - 1)
-    added = pieces.counts, pieces.first_splits, ends
-    *found, counts, splits, ends_of = take(jnp.stack([*tile, *added], axis=1), of).T
+def _apply_splits(tile: PrefillTile, tile_splits: TileSplits) -> PrefillTile:
+    """Returns the splits of tiles, and rows that count none."""
+    num_tiles, ends = tile_splits.counts.shape[0], running_sum(tile_splits.counts)
+    index = jnp.arange(num_tiles + tile_splits.workers)
+    tile_index = jnp.minimum(count_ended(ends, index), num_tiles - 1)
+    added = tile_splits.counts, tile_splits.first_splits, ends
+    *found, counts, splits, ends_of = take(jnp.stack([*tile, *added], axis=1), tile_index).T
     whole, number = PrefillTile(*found), index - (ends_of - counts)
     steps = whole.last_step - whole.first_step
     first = whole.first_step + lax.div(number * steps, counts)
@@ -199,21 +211,21 @@ def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
     )
 
 
-def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, Array]:
+def list_halves(tiles: QueryTiles, tile_splits: TileSplits, num_rows: int) -> tuple[Array, Array]:
     """Returns what is left to combine: the rows of each warpgroup of the divided tiles.
 
     Args:
       num_rows: of the queries with padding; rows past them are moved back to lie within.
 
     Returns:
-      int32[2 * lanes, ...], a `Tile` and a `Link` per row, and int32[N], the place of each divided
+      int32[2 * workers, ...], a `Tile` and a `Link` per row, and int32[N], the slot of each divided
       tile among them, or -1.
     """
-    is_divided, index = pieces.counts > 1, jnp.arange(pieces.workers)
+    is_divided, index = tile_splits.counts > 1, jnp.arange(tile_splits.workers)
     ends = running_sum(is_divided.astype(jnp.int32))
-    of = jnp.minimum(count_ended(ends, index), is_divided.shape[0] - 1)
-    columns = tiles.tokens, tiles.skips, tiles.counts, pieces.first_splits, pieces.counts
-    tokens, skips, counts, splits, pieces_of = take(jnp.stack(columns, axis=1), of).T
+    tile_index = jnp.minimum(count_ended(ends, index), is_divided.shape[0] - 1)
+    fields = tiles.tokens, tiles.skips, tiles.counts, tile_splits.first_splits, tile_splits.counts
+    tokens, skips, counts, splits, pieces_of = take(jnp.stack(fields, axis=1), tile_index).T
     counts = jnp.where(index < ends[-1], counts, 0)
     halves: list[Array] = []
     for first in (0, ROWS):
@@ -226,15 +238,15 @@ def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, 
             "used_tokens": zeros + num_rows,  # the padding is cleared elsewhere
         }
         halves.append(jnp.stack([*Tile(**tile), *Link(splits, pieces_of, zeros + first)], axis=1))
-    table = jnp.stack(halves, axis=1).reshape(2 * pieces.workers, -1)
+    table = jnp.stack(halves, axis=1).reshape(2 * tile_splits.workers, -1)
     return table, jnp.where(is_divided, ends - 1, -1)
 
 
 def _heads_together(arrays: AttentionArrays, config: Config, tiles: QueryTiles) -> Array:
     """Returns how many KV heads are attended to together: a divisor of all, at least 1.
 
-    All tiles of these heads come before those of others, so that the keys and values of all
-    requests with tiles stay in the L2 cache; with few bytes those of all heads do.
+    All tiles of these heads come before the tiles of others, so that the keys and values of all
+    requests with tiles stay in the L2 cache; few bytes stay for all heads.
     """
     requests = jnp.where(tiles.counts > 0, tiles.requests, -1)
     is_last = requests != jnp.append(requests[1:], -1)  # tile of its request
@@ -248,9 +260,9 @@ def _heads_together(arrays: AttentionArrays, config: Config, tiles: QueryTiles) 
 
 
 def has_holes(arrays: AttentionArrays, config: Config, tiles: QueryTiles) -> Array:
-    """Returns bool[N]: whether any page that the tile's request may read holds no keys."""
+    """Returns bool[N]: whether any page that the tile's request may read has no keys."""
     tables = arrays.block_tables
-    columns = jnp.arange(tables.shape[1])[None] * config.page_tokens
-    read = columns < config.allocated_before(arrays.seq_lens, arrays.rank)[:, None]
+    positions = jnp.arange(tables.shape[1])[None] * config.page_tokens
+    read = positions < config.allocated_before(arrays.seq_lens, arrays.rank)[:, None]
     holes = read & ((tables < 0) | (tables >= arrays.pages.num_pages))
     return take(holes.any(axis=1), tiles.requests)

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 class Interleaving:
     """A division of the positions of every request among ranks, for context parallelism.
 
-    Ranks take turns: each gets the next ``interleave_tokens`` positions. The pages of a rank hold
+    Ranks take turns: each gets the next ``interleave_tokens`` positions. The pages of a rank have
     its positions without gaps.
 
     rank: int or int32[], the rank whose pages these are.

@@ -1,4 +1,4 @@
-"""Tiles in rounds, so that the results of fixed segments take a bounded part of memory."""
+"""Tiles in rounds, so that the results of fixed splits take a bounded part of memory."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import FixedSplits
 from pallas_kernels._paged_attention.tiles import QueryTiles
 
-WORKSPACE = 2**28  # bytes of the results of segments
+WORKSPACE = 2**28  # bytes of the results of splits
 
 
 def in_rounds[T](
@@ -20,12 +20,12 @@ def in_rounds[T](
     config: Config,
     fixed: FixedSplits | None,
 ) -> T:
-    """Attends from tiles, some at a time if they have more segments than fit into `WORKSPACE`.
+    """Attends from tiles, some at a time if they have more splits than fit into `WORKSPACE`.
 
     Args:
       run: attends from some of the tiles; returns arrays with one row per tile.
       queries: [N, kv_heads, rows, K] of all tiles.
-      fixed: the segments of a tile; None: there are few, and the tiles come together.
+      fixed: the splits of a tile; None: few, so that all tiles come together.
 
     Returns:
       What ``run`` returns, for all tiles.
@@ -43,7 +43,7 @@ def in_rounds[T](
 def in_parts[T](
     run: Callable[[QueryTiles, Array], T], tiles: QueryTiles, queries: Array, size: int
 ) -> T:
-    """Runs ``run`` over exactly so many tiles at a time; see `in_rounds`."""
+    """Runs ``run`` over exactly ``size`` tiles at a time; see `in_rounds`."""
     count = tiles.requests.shape[0]
     rounds = -(-count // size)
 
@@ -51,10 +51,10 @@ def in_parts[T](
         padded = jnp.pad(array, ((0, rounds * size - count), *[(0, 0)] * (array.ndim - 1)))
         return padded.reshape(rounds, size, *array.shape[1:])
 
-    of_tiles = {
+    fields = {
         name: cut(array)
         for name, array in tiles._asdict().items()
         if name not in ("size", "token_tiles", "rows")
     }
-    found = lax.map(lambda part: run(tiles._replace(**part[0]), part[1]), (of_tiles, cut(queries)))
+    found = lax.map(lambda part: run(tiles._replace(**part[0]), part[1]), (fields, cut(queries)))
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:])[:count], found)

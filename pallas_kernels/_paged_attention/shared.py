@@ -1,4 +1,4 @@
-"""Beginnings that requests share: tiles whose rows are the queries of several requests."""
+"""Prefixes that requests share: tiles whose rows are the queries of several requests."""
 
 from typing import NamedTuple, Self
 
@@ -18,7 +18,7 @@ from pallas_kernels._paged_attention.tiles import (
     one_query_each,
 )
 
-LATENT_ROWS = 64  # of a tile; others have as many as those of prompts
+LATENT_ROWS = 64  # of a tile; others are as large as in prefill
 MAX_LATENT_GROUP = 32  # query heads of latent rows
 
 
@@ -53,7 +53,7 @@ class SharedSplits(NamedTuple):
     def from_tiles(
         cls, config: Config, shared: SharedTiles, spans: Array, splits: PartialSoftmax[Array]
     ) -> Self:
-        """Returns the segments, given int32[N, 2]: the first of each tile, and their number."""
+        """Returns the splits, given int32[N, 2]: the first of each tile, and their number."""
         found = shared.request_tiles >= 0
         span = spans[jnp.maximum(shared.request_tiles, 0)]
         link = Link(
@@ -74,7 +74,7 @@ def row_stride(config: Config) -> int:
 
 
 def is_worth_sharing(config: Config) -> bool:
-    """Returns whether reading takes longer than the products of latent rows, of which some do."""
+    """Returns whether reading takes longer than products, which fails for wide latent vectors."""
     return not config.values_in_keys or config.group <= MAX_LATENT_GROUP
 
 
@@ -89,35 +89,35 @@ def tile_shared(arrays: AttentionArrays, config: Config, shared: SharedPrefixes)
     ends = jnp.clip(shared.ends, 0, shared.members.shape[0])
     counts = jnp.maximum(jnp.diff(ends, prepend=0), 0)
     begins = ends - counts
-    place = jnp.arange(shared.members.shape[0])
-    group = count_ended(ends, place)
+    member = jnp.arange(shared.members.shape[0])
+    group = count_ended(ends, member)
     known = (group < ends.shape[0]) & (shared.members >= 0) & (shared.members < batch)
     group = jnp.minimum(group, ends.shape[0] - 1)
     lens = _lens(arrays, shared, known, group)
 
     # As groups and members both ascend, tiles are numbered by both, and no sum is needed.
     first_tiles = jnp.arange(ends.shape[0]) + begins // size
-    index = jnp.arange(ends.shape[0] + place.shape[0] // size)
-    of_tile = count_ended(first_tiles, index) - 1
-    first = begins[of_tile] + (index - first_tiles[of_tile]) * size
-    used = (first < ends[of_tile]) & (lens[of_tile] > 0)
+    index = jnp.arange(ends.shape[0] + member.shape[0] // size)
+    groups = count_ended(first_tiles, index) - 1
+    first = begins[groups] + (index - first_tiles[groups]) * size
+    used = (first < ends[groups]) & (lens[groups] > 0)
     members = jnp.clip(shared.members, 0, batch - 1)
     slots = jnp.arange(size)[None]
     zeros = jnp.zeros_like(index)
     tiles = QueryTiles(
         size,
-        requests=members.at[begins[of_tile]].get(mode="clip"),
-        counts=jnp.where(used, jnp.minimum(ends[of_tile] - first, size), 0),
-        ends=jnp.where(used, lens[of_tile], 0),
+        requests=members.at[begins[groups]].get(mode="clip"),
+        counts=jnp.where(used, jnp.minimum(ends[groups] - first, size), 0),
+        ends=jnp.where(used, lens[groups], 0),
         **dict.fromkeys(("tokens", "skips", "positions", "chunk_offsets", "ranks"), zeros),
         **dict.fromkeys(("begins", "token_tiles", "rows"), zeros),
     )
-    # The place of each request among the members, found by comparison: one kernel, no scatter.
-    is_place = known & (lens[group] > 0)
-    is_place = is_place[None] & (members[None] == jnp.arange(batch)[:, None])
-    placement_of = jnp.where(is_place, place[None], -1).max(axis=1)
-    group_of = group[placement_of]
-    within, found = placement_of - begins[group_of], placement_of >= 0
+    # The index of each request among the members, found by comparison: one kernel, no scatter.
+    is_member = known & (lens[group] > 0)
+    is_member = is_member[None] & (members[None] == jnp.arange(batch)[:, None])
+    member_of = jnp.where(is_member, member[None], -1).max(axis=1)
+    group_of = group[member_of]
+    within, found = member_of - begins[group_of], member_of >= 0
     return SharedTiles(
         tiles,
         requests=members.at[first[:, None] + slots].get(mode="clip"),
@@ -130,13 +130,13 @@ def tile_shared(arrays: AttentionArrays, config: Config, shared: SharedPrefixes)
 def split_shared(
     arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int, workers: int
 ) -> tuple[Array, Array]:
-    """Divides the keys of N tiles into about as many equal segments as there are lanes.
+    """Divides the keys of N tiles into about as many equal splits as there are workers.
 
     Args:
       keys: keys of a step.
 
     Returns:
-      int32[N + lanes, ...], a `PrefillTile` per segment, and int32[N, 2], the first segment of each
+      int32[N + workers, ...], a `PrefillTile` per split, and int32[N, 2], the first split of each
       tile, and their number.
     """
     steps = -(-tiles.ends // keys)
@@ -144,20 +144,20 @@ def split_shared(
     counts = -(-steps // each)
     ends = running_sum(counts)
     index = jnp.arange(steps.shape[0] + workers)
-    of = jnp.minimum(count_ended(ends, index), steps.shape[0] - 1)
-    first = (index - (ends - counts)[of]) * each
-    last = jnp.minimum(first + each, steps[of])
-    holed = has_holes(arrays, config, tiles)[of]
+    tile_index = jnp.minimum(count_ended(ends, index), steps.shape[0] - 1)
+    first = (index - (ends - counts)[tile_index]) * each
+    last = jnp.minimum(first + each, steps[tile_index])
+    holed = has_holes(arrays, config, tiles)[tile_index]
     zeros = jnp.zeros_like(index)
     kv_split = PrefillTile(
         index=index,
-        request=tiles.requests[of],
-        octet=of * (QUERIES // 8),
-        count=tiles.counts[of] * row_stride(config),
-        end=tiles.ends[of],
+        request=tiles.requests[tile_index],
+        octet=tile_index * (QUERIES // 8),
+        count=tiles.counts[tile_index] * row_stride(config),
+        end=tiles.ends[tile_index],
         first_step=first,
         full_begin=first,
-        full_end=jnp.where(holed, first, jnp.minimum(last, tiles.ends[of] // keys)),
+        full_end=jnp.where(holed, first, jnp.minimum(last, tiles.ends[tile_index] // keys)),
         last_step=last,
         has_holes=holed.astype(jnp.int32),
         num_tiles=zeros + ends[-1],

@@ -1,12 +1,12 @@
-"""The task map of decoding, computed on the device: steps of keys, divided evenly among lanes.
+"""The task map of decoding, computed on the device: steps of keys, divided evenly among workers.
 
-The steps of all tiles form one line. A lane is an equal part of it, for one thread block per KV
-head, so that a long request takes no more time than its bytes cost. The part of a tile that one
-lane computes is a segment. Worker l and tile t share at most one segment, and its number is l + t,
-because both ascend along the line.
+The steps of all tiles form one line. A worker, one thread block per KV head, takes an equal part of
+the line, so that a long request takes no more time than its bytes cost. The part of a tile that one
+worker computes is a split. Worker w and tile t share at most one split, number w + t, because both
+ascend along the line.
 
-For bits that do not depend on the other requests, segments are fixed ranges of positions instead,
-and a lane takes whole segments. The segments of a tile are numbered from ``first_split`` on.
+For bits that do not depend on the other requests, splits are fixed ranges of positions instead,
+and a worker takes whole splits. The splits of a tile are numbered from ``first_split`` on.
 """
 
 from typing import NamedTuple, Self
@@ -21,12 +21,12 @@ from pallas_kernels._paged_attention.tiles import QueryTiles, count_ended
 
 STEP = 64  # keys of a step
 MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
-# Steps of a fixed segment. Those of latent rows are longer, because their results are wider.
+# Steps of a fixed split. Splits of latent vectors are longer, because their results are wider.
 SPLIT, LATENT_SPLIT = 16, 32
 
 
 def split_steps(config: Config) -> int | None:
-    """Returns the steps of a fixed segment; None if lanes decide where a segment ends."""
+    """Returns the steps of a fixed split; None if workers decide where a split ends."""
     if not config.reproducible:
         return None
     return LATENT_SPLIT if config.values_in_keys else SPLIT
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     begin, end: no query of the tile sees keys outside ``begin`` to ``end - 1``.
     first_step: the request's first step that the tile sees.
     line_begin, line_end: the tile's steps on the line of all steps, ``line_end`` excluded.
-    first_split, num_splits: the segments of the tile.
+    first_split, num_splits: the splits of the tile.
     used_tokens: the number of tokens before the padding, in every row.
     """
 
@@ -77,7 +77,7 @@ class Tile(NamedTuple):
 class Link(NamedTuple):
     """Splits that a tile takes a part in, and its first row in them.
 
-    Columns that follow those of a `Tile`.
+    Columns after the columns of a `Tile`.
     """
 
     first_split: Array
@@ -92,7 +92,7 @@ class Link(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """Columns of `TaskMap.lanes`: the tiles of a lane, and its steps on the line."""
+    """Columns of `TaskMap.workers`: the tiles of a worker, and its steps on the line."""
 
     first_tile: Array
     last_tile: Array
@@ -101,7 +101,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def load(cls, workers: jax.Ref, index: Array) -> Self:
-        """Loads a row of `TaskMap.lanes` within a kernel."""
+        """Loads a row of `TaskMap.workers` within a kernel."""
         return cls(*[workers[index, column] for column in range(len(cls._fields))])
 
 
@@ -118,43 +118,69 @@ class TaskMap(NamedTuple):
     num_splits: int
 
 
+class _Line(NamedTuple):
+    """The steps of all tiles, one tile after another: where each tile begins and ends on the line.
+
+    first_steps: the request's first step that each tile sees.
+    """
+
+    begins: Int32[Array, " tiles"]
+    ends: Int32[Array, " tiles"]
+    first_steps: Int32[Array, " tiles"]
+
+    @classmethod
+    def from_tiles(cls, tiles: QueryTiles) -> Self:
+        """Lines up the steps of tiles."""
+        first_steps = lax.div(tiles.begins, STEP)
+        steps = lax.div(tiles.ends + (STEP - 1), STEP) - first_steps
+        # Tiles without keys, such as padding, take none: each would take all of its latencies.
+        steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
+        ends = running_sum(steps)
+        return cls(ends - steps, ends, first_steps)
+
+
+class _Shares(NamedTuple):
+    """An even division of a line among workers: the first ``longer`` have one step more.
+
+    least: steps of the other workers.
+    """
+
+    least: Array
+    longer: Array
+
+    def bounds(self, num_workers: int) -> tuple[Array, Array]:
+        """Returns where each worker begins and ends on the line."""
+        workers = jnp.arange(num_workers)
+        begins = workers * self.least + jnp.minimum(workers, self.longer)
+        return begins, begins + self.least + (workers < self.longer).astype(jnp.int32)
+
+    def find_worker(self, index: Array) -> Array:
+        """Returns the worker that takes each index on the line."""
+        later = index - self.longer * (self.least + 1)
+        shorter = self.longer + lax.div(later, jnp.maximum(self.least, 1))
+        return jnp.where(later < 0, lax.div(index, self.least + 1), shorter)
+
+
 def share_out(
     tiles: QueryTiles, num_workers: int, used_tokens: Array, fixed: "FixedSplits | None" = None
 ) -> TaskMap:
-    """Divides the steps of tiles among lanes; with ``fixed``, in whole segments of fixed ranges."""
-    first_steps, num_tiles = lax.div(tiles.begins, STEP), tiles.begins.shape[0]
-    steps = lax.div(tiles.ends + (STEP - 1), STEP) - first_steps
-    # Tiles without keys, such as those of padding, take none: each would take all of its latencies.
-    steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
-    line_ends = running_sum(steps)
-    line_begins, total = line_ends - steps, line_ends[-1]
-    # ``longer`` lanes have one step more.
-    least, longer = lax.div(total, num_workers), lax.rem(total, num_workers)
-    workers = jnp.arange(num_workers)
-    begins = workers * least + jnp.minimum(workers, longer)
-    ends = begins + least + (workers < longer).astype(jnp.int32)
-
-    def worker_of(step: Array) -> Array:
-        later = step - longer * (least + 1)
-        shorter = longer + lax.div(later, jnp.maximum(least, 1))
-        return jnp.where(later < 0, lax.div(step, least + 1), shorter)
-
+    """Divides the steps of tiles among workers; with ``fixed``, in whole splits of fixed ranges."""
+    line = _Line.from_tiles(tiles)
+    total = line.ends[-1]
+    shares = _Shares(lax.div(total, num_workers), lax.rem(total, num_workers))
+    begins, ends = shares.bounds(num_workers)
     if fixed is None:
-        first_worker, last_worker = worker_of(line_begins), worker_of(line_ends - 1)
-        first_splits = first_worker + jnp.arange(num_tiles)
-        num_splits = jnp.where(steps > 0, last_worker - first_worker + 1, 0)
-        most = num_tiles + num_workers
+        first_splits, num_splits = _number_splits(line, shares)
+        most = tiles.begins.shape[0] + num_workers
     else:
-        begins = _to_splits((line_begins, line_ends, first_steps), begins, fixed)
+        begins = _to_splits(line, begins, fixed)
         ends = jnp.append(begins[1:], total)
-        last = lax.div(first_steps + steps - 1, fixed.steps)
-        num_splits = jnp.where(steps > 0, last - lax.div(first_steps, fixed.steps) + 1, 0)
-        first_splits = jnp.arange(num_tiles) * fixed.per_tile
-        most = num_tiles * fixed.per_tile
+        first_splits, num_splits = _number_fixed_splits(line, fixed)
+        most = tiles.begins.shape[0] * fixed.per_tile
     busy = begins < ends
     worker = Worker(
-        first_tile=jnp.where(busy, count_ended(line_ends, begins), 0),
-        last_tile=jnp.where(busy, count_ended(line_ends, ends - 1), -1),
+        first_tile=jnp.where(busy, count_ended(line.ends, begins), 0),
+        last_tile=jnp.where(busy, count_ended(line.ends, ends - 1), -1),
         line_begin=begins,
         line_end=ends,
     )
@@ -168,14 +194,29 @@ def share_out(
         rank=tiles.ranks,
         end=tiles.ends,
         begin=tiles.begins,
-        first_step=first_steps,
-        line_begin=line_begins,
-        line_end=line_ends,
+        first_step=line.first_steps,
+        line_begin=line.begins,
+        line_end=line.ends,
         first_split=first_splits,
         num_splits=num_splits,
-        used_tokens=jnp.broadcast_to(used_tokens, steps.shape),
+        used_tokens=jnp.broadcast_to(used_tokens, line.ends.shape),
     )
     return TaskMap(jnp.stack(tile, axis=1), jnp.stack(worker, axis=1), most)
+
+
+def _number_splits(line: _Line, shares: _Shares) -> tuple[Array, Array]:
+    """Returns the first split of each tile, and how many it has, if workers decide where."""
+    first, last = shares.find_worker(line.begins), shares.find_worker(line.ends - 1)
+    numbers = first + jnp.arange(first.shape[0])
+    return numbers, jnp.where(line.ends > line.begins, last - first + 1, 0)
+
+
+def _number_fixed_splits(line: _Line, fixed: "FixedSplits") -> tuple[Array, Array]:
+    """Returns the first split of each tile, and how many it has, of fixed ranges."""
+    steps = line.ends - line.begins
+    last = lax.div(line.first_steps + steps - 1, fixed.steps)
+    num_splits = jnp.where(steps > 0, last - lax.div(line.first_steps, fixed.steps) + 1, 0)
+    return jnp.arange(steps.shape[0]) * fixed.per_tile, num_splits
 
 
 class FixedSplits(NamedTuple):
@@ -186,23 +227,22 @@ class FixedSplits(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Config, table_width: int) -> Self | None:
-        """Returns the segments of a call; None if lanes decide where a segment ends."""
+        """Returns the splits of a call; None if workers decide where a split ends."""
         steps = split_steps(config)
         if steps is None:
             return None
         return cls(steps, -(-table_width * config.page_tokens // (steps * STEP)))
 
 
-def _to_splits(line: tuple[Array, Array, Array], places: Array, fixed: FixedSplits) -> Array:
-    """Transfers places on the line of all steps to the nearest beginning or end of a segment."""
-    line_begins, line_ends, first_steps = line
-    tile = jnp.minimum(count_ended(line_ends, places), line_ends.shape[0] - 1)
-    shift = (first_steps - line_begins)[tile]  # from places to steps
-    step = places + shift
-    below = jnp.maximum(step // fixed.steps * fixed.steps, first_steps[tile])
-    above = jnp.minimum((step // fixed.steps + 1) * fixed.steps, line_ends[tile] + shift)
+def _to_splits(line: _Line, indices: Array, fixed: FixedSplits) -> Array:
+    """Moves indices on the line to the nearest beginning or end of a split."""
+    tile = jnp.minimum(count_ended(line.ends, indices), line.ends.shape[0] - 1)
+    shift = (line.first_steps - line.begins)[tile]  # from indices to steps
+    step = indices + shift
+    below = jnp.maximum(step // fixed.steps * fixed.steps, line.first_steps[tile])
+    above = jnp.minimum((step // fixed.steps + 1) * fixed.steps, line.ends[tile] + shift)
     moved = jnp.where(step - below <= above - step, below, above) - shift
-    return jnp.where(places < line_ends[-1], moved, places)
+    return jnp.where(indices < line.ends[-1], moved, indices)
 
 
 def running_sum(counts: Array) -> Array:

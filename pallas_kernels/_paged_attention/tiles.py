@@ -62,7 +62,7 @@ class QueryTiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Parameters by which the queries of a batch are cut into tiles.
+    """How to cut the queries of a batch into tiles.
 
     size: rows of a tile.
     align: every tile begins at a multiple of this among the flat tokens.
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
     is_single: bool = False
 
     def max_tiles(self, batch: int, num_tokens: int) -> int:
-        """Returns the number of tiles, some of which may be empty, for a batch of that shape."""
+        """Returns the number of tiles, some of which may be empty, for a batch of this shape."""
         if self.is_single or self.size == 1:
             return batch if self.is_single else num_tokens
         return batch + num_tokens // self.size
@@ -85,7 +85,7 @@ class Cut(NamedTuple):
         """Returns the index of the first tile of each request, int32[B].
 
         Rows and requests both ascend, so tiles are numbered by both: a request's tiles end before
-        those of the next one begin, and no sum over requests is needed.
+        the next one begins, and no sum over requests is needed.
 
         Args:
           first_rows: int32[B], the first row of each request's first tile, multiples of ``align``.
@@ -138,20 +138,20 @@ def cut_queries(arrays: AttentionArrays, config: Config, cut: Cut) -> QueryTiles
     within = jnp.maximum(token - take(first_rows, owner), 0)
     tile = take(first_tiles, owner) + lax.div(within, cut.size)
     token_tiles = jnp.where(known & take(counted, owner), tile, -1)
-    places = requests, tokens, skips, counts, positions
-    return _tiles(arrays, config, cut.size, places, token_tiles, lax.rem(within, cut.size))
+    fields = requests, tokens, skips, counts, positions
+    return _tiles(arrays, config, cut.size, fields, token_tiles, lax.rem(within, cut.size))
 
 
 def _tiles(
     arrays: AttentionArrays,
     config: Config,
     size: int,
-    places: tuple[Array, Array, Array, Array, Array],
+    fields: tuple[Array, Array, Array, Array, Array],
     token_tiles: Array,
     rows: Array,
 ) -> QueryTiles:
     """Returns tiles, with the range of keys that each sees."""
-    requests, tokens, skips, counts, positions = places
+    requests, tokens, skips, counts, positions = fields
     capacity = arrays.block_tables.shape[1] * config.page_tokens
     offsets = take(arrays.chunk_offsets, requests)
     begins = jnp.zeros_like(positions)

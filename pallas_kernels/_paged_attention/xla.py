@@ -41,7 +41,7 @@ def attend_xla(arrays: AttentionArrays, config: Config) -> tuple[Array, Array]:
     queries = _tile_queries(arrays.queries, tiles, config)
     if not config.reproducible:
         return _finish(_attend(arrays, config, tiles, queries), tiles, config, arrays.value_scale)
-    # XLA's code, and with it the bits, depends on shapes: those of a part are always the same.
+    # XLA's code, and with it the bits, depends on shapes, which are the same for each part.
     running = in_parts(
         lambda tiles, queries: _attend(arrays, config, tiles, queries),
         tiles,
@@ -57,14 +57,14 @@ def _attend_shared(
     """Attends to what requests share for all of them together, and to the rest for each."""
     parts = tile_shared(arrays, config, shared)
     queries = _split_heads(arrays.queries[parts.requests], config)
-    of_group = _attend(
+    shared_softmax = _attend(
         arrays._replace(sinks=None), config.replace(causal=False), parts.tiles, queries
     )
     tiles = own_tiles(arrays, config, parts)
     own = _attend(arrays, config, tiles, _tile_queries(arrays.queries, tiles, config))
     common = [  # [B, kv_heads, group, 1, ...]
-        _of_requests(array, parts, nothing)[:, :, :, None]
-        for array, nothing in zip(of_group, (-jnp.inf, 0.0, 0.0), strict=True)
+        _gather_requests(array, parts, nothing)[:, :, :, None]
+        for array, nothing in zip(shared_softmax, (-jnp.inf, 0.0, 0.0), strict=True)
     ]
     highest = jnp.maximum(own[0], common[0])
     weights = [jnp.exp(part[0] - _finite(highest)) for part in (own, common)]
@@ -73,10 +73,10 @@ def _attend_shared(
     return _finish((highest, total, out), tiles, config, arrays.value_scale)
 
 
-def _of_requests(array: Array, parts: SharedTiles, nothing: float) -> Array:
-    """Returns [B, ...]: what an array of tiles holds of each request that shares something."""
+def _gather_requests(array: Array, parts: SharedTiles, nothing: float) -> Array:
+    """Returns [B, ...]: the part of an array of tiles of each request that shares something."""
     part = array[parts.request_tiles, :, :, parts.slots]
-    # The last tile stands for none, and may hold NaN.
+    # The last tile stands for none, and may be NaN.
     return jnp.where((parts.request_tiles < 0).reshape(-1, *[1] * (part.ndim - 1)), nothing, part)
 
 
@@ -119,27 +119,28 @@ def _cut(arrays: AttentionArrays, config: Config) -> QueryTiles:
 def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, config: Config) -> int:
     num_tiles, width = tiles.requests.shape[0], arrays.block_tables.shape[1]
     row_bytes = 4 * config.kv_heads * config.row_width
-    room = ROUND_BYTES // (row_bytes * config.page_tokens * num_tiles)
+    budget = ROUND_BYTES // (row_bytes * config.page_tokens * num_tiles)
     if config.reproducible:
         return -(-KEYS_AT_ONCE // config.page_tokens)
-    return max(1, min(width, -(-KEYS_AT_ONCE // config.page_tokens), room))
+    return max(1, min(width, -(-KEYS_AT_ONCE // config.page_tokens), budget))
 
 
 def _gather(arrays: AttentionArrays, tiles: QueryTiles, config: Config, i: Array) -> _Round:
     """Returns the rows of round i; each tile begins with the first block that it sees."""
     blocks, tokens = _blocks_at_once(arrays, tiles, config), config.page_tokens
-    columns = i * blocks + jnp.arange(blocks)[None]
-    columns = columns + (tiles.begins // tokens)[:, None]
-    ids = arrays.block_tables.at[tiles.requests[:, None], columns].get(
+    logical_blocks = i * blocks + jnp.arange(blocks)[None]
+    logical_blocks = logical_blocks + (tiles.begins // tokens)[:, None]
+    ids = arrays.block_tables.at[tiles.requests[:, None], logical_blocks].get(
         mode="fill", fill_value=-1, wrap_negative_indices=False
     )
-    held = (ids >= 0) & (ids < arrays.pages.num_pages)
-    rows = arrays.pages.read(jnp.where(held, ids, 0))
+    allocated = (ids >= 0) & (ids < arrays.pages.num_pages)
+    rows = arrays.pages.read(jnp.where(allocated, ids, 0))
     rows = rows.reshape(ids.shape[0], -1, *rows.shape[3:])
-    keys = columns[:, :, None] * tokens + jnp.arange(tokens)[None, None]
-    keys, held = keys.reshape(ids.shape[0], 1, -1), jnp.repeat(held, tokens, axis=1)[:, None]
+    keys = logical_blocks[:, :, None] * tokens + jnp.arange(tokens)[None, None]
+    keys = keys.reshape(ids.shape[0], 1, -1)
+    allocated = jnp.repeat(allocated, tokens, axis=1)[:, None]
     inner = jnp.arange(tiles.size)[None]
-    seen = held & (keys >= tiles.begins[:, None, None]) & (keys < tiles.ends[:, None, None])
+    seen = allocated & (keys >= tiles.begins[:, None, None]) & (keys < tiles.ends[:, None, None])
     if config.causal:
         queries = (tiles.positions[:, None] + inner)[:, :, None]
         seen &= keys < config.allocated_before(queries + 1, arrays.rank)
@@ -148,7 +149,7 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, config: Config, i: Array
 
 
 def _tile_queries(queries: Array, tiles: QueryTiles, config: Config) -> Array:
-    """Returns [N, kv_heads, group, Q, K]; places past a tile's queries hold other queries."""
+    """Returns [N, kv_heads, group, Q, K]; rows past a tile's queries are other queries."""
     inner = jnp.arange(tiles.size)
     return _split_heads(queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip"), config)
 
@@ -221,14 +222,14 @@ def _finish(
     lse = jnp.log(total) + _finite(highest)
     heads = config.kv_heads * config.group
 
-    def token_tiles(array: Array, fill: float) -> Array:
+    def gather_tokens(array: Array, fill: float) -> Array:
         flat = jnp.moveaxis(array, 3, 1).reshape(-1, heads, *array.shape[4:])
         index = jnp.where(tiles.token_tiles < 0, flat.shape[0], tiles.token_tiles * tiles.size)
         return flat.at[index + tiles.rows].get(
             mode="fill", fill_value=fill, wrap_negative_indices=False
         )
 
-    return token_tiles(out, 0).astype(config.out_dtype), token_tiles(lse, -jnp.inf)
+    return gather_tokens(out, 0).astype(config.out_dtype), gather_tokens(lse, -jnp.inf)
 
 
 def _finite(highest: Array) -> Array:

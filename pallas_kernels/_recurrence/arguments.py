@@ -42,21 +42,28 @@ def check_tokens(
     rule = Rule(
         *(key_heads, value_heads, key_size, value_size, delta, normalize, scale, values_first)
     )
-    _check_floats(inputs=inputs, log_decay=log_decay, **{"beta" if delta else "steps": beta})
+    tokens = Tokens(inputs, log_decay, beta, states)
+    _check_token_shapes(rule, tokens, heads, "beta" if delta else "steps")
+    return rule, tokens
+
+
+def _check_token_shapes(rule: Rule, tokens: Tokens, heads: str, beta: str) -> None:
+    """Checks the arrays of tokens; ``heads``, ``beta``: names of arguments."""
+    inputs, log_decay, count = tokens.inputs, tokens.log_decay, tokens.inputs.shape[:1]
+    _check_floats(inputs=inputs, log_decay=log_decay, **{beta: tokens.beta})
     if inputs.ndim != 2 or inputs.shape[1] != rule.columns:
         raise ValueError(
-            f"inputs has shape {inputs.shape}; {heads}={key_heads} and states of {states.shape} "
-            f"want [T, {rule.columns}]"
+            f"inputs has shape {inputs.shape}; {heads}={rule.key_heads} and states of "
+            f"{tokens.states.shape} want [T, {rule.columns}]"
         )
-    count = inputs.shape[0]
-    shapes = [(count, value_heads)] + ([(count, value_heads, key_size)] if delta else [])
+    shapes = [(*count, rule.value_heads)]
+    if rule.delta:
+        shapes.append((*count, rule.value_heads, rule.key_size))
     if log_decay.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"log_decay has shape {log_decay.shape}; wants {wanted}")
-    if beta.shape != shapes[0]:
-        name = "beta" if delta else "steps"
-        raise ValueError(f"{name} has shape {beta.shape}; wants {shapes[0]}")
-    return rule, Tokens(inputs, log_decay, beta, states)
+    if tokens.beta.shape != shapes[0]:
+        raise ValueError(f"{beta} has shape {tokens.beta.shape}; wants {shapes[0]}")
 
 
 def check_requests(inputs: Array, given: RequestStates) -> tuple[Requests, int]:
@@ -105,7 +112,7 @@ def check_convolution(conv: Convolution | None, inputs: Array, data: Array) -> N
         return
     check_type(Convolution, convolution=conv)
     check_pages("convolution.pages", conv.pages, 2)
-    weights, (kept, channels) = conv.weights, conv.pages.shape
+    weights, (saved, channels) = conv.weights, conv.pages.shape
     if conv.pages.data is not data:
         raise ValueError("convolution.pages.data must be the very array that states.data is")
     if weights.ndim != 2 or weights.shape[0] not in WIDTHS:
@@ -113,10 +120,10 @@ def check_convolution(conv: Convolution | None, inputs: Array, data: Array) -> N
             f"convolution.weights has shape {weights.shape}; wants [width, channels], with a "
             f"width of {WIDTHS[0]} to {WIDTHS[-1]}"
         )
-    if weights.shape != (kept + 1, channels):
+    if weights.shape != (saved + 1, channels):
         raise ValueError(
             f"convolution.weights has shape {weights.shape}; pages of {conv.pages.shape} want "
-            f"{(kept + 1, channels)}"
+            f"{(saved + 1, channels)}"
         )
     if inputs.ndim != 2 or inputs.shape[1] != channels:
         raise ValueError(f"inputs has shape {inputs.shape}; the convolution wants [T, {channels}]")

@@ -146,10 +146,10 @@ def causal_conv1d(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Data, Float[Array, "tokens channels"]]:
-    """Convolves each channel over the tokens of a request, and keeps its last inputs in pages.
+    """Convolves each channel over the tokens of a request, and saves its last inputs in pages.
 
     ``out[t] = sum_i weights[width - 1 - i] * inputs[t - i] + bias``, followed by SiLU if the
-    convolution says so; inputs before the request's tokens are those that its page holds.
+    convolution says so; inputs before the request's tokens come from its page.
 
     In place if ``convolution.pages.data`` is donated.
 
@@ -216,13 +216,13 @@ def _run(
     )
 
 
-def _of_requests(requests: Requests, pages: StatePages, outputs: Array) -> Array:
+def _clear_padding(requests: Requests, pages: StatePages, outputs: Array) -> Array:
     """Returns outputs with zeros for tokens of no request."""
     if requests.spans is None:
-        held = pages.knows(requests.read_ids) | pages.knows(requests.write_ids[:, 0])
+        is_covered = pages.contains(requests.read_ids) | pages.contains(requests.write_ids[:, 0])
     else:
-        held = requests.spans.holds(outputs.shape[0])
-    return jnp.where(held.reshape(-1, *[1] * (outputs.ndim - 1)), outputs, 0)
+        is_covered = requests.spans.cover(outputs.shape[0])
+    return jnp.where(is_covered.reshape(-1, *[1] * (outputs.ndim - 1)), outputs, 0)
 
 
 def _run_xla(
@@ -231,12 +231,12 @@ def _run_xla(
     if conv is not None:
         tokens = tokens.after(*convolve_xla(conv, tokens.inputs, requests))
     data, outputs = recur_xla(rule, tokens, requests, out)
-    return data, _of_requests(requests, tokens.states, outputs)
+    return data, _clear_padding(requests, tokens.states, outputs)
 
 
 def _convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
     data, out = convolve_xla(conv, inputs, requests)
-    return data, _of_requests(requests, conv.pages, out)
+    return data, _clear_padding(requests, conv.pages, out)
 
 
 def _run_mosaic(

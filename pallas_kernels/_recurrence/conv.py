@@ -6,6 +6,7 @@ A thread block computes some channels of a request. It alone reads and writes th
 import functools
 import itertools
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,10 @@ def convolve_step(
     Args:
       most: most tokens of a request.
     """
-    pages, width, kept = conv.pages, conv.width, conv.width - 1
+    pages, channels = conv.pages, conv.weights.shape[1]
     vector = channels_per_thread(conv)
-    size, channels = THREADS * vector, conv.weights.shape[1]
-    parts = channels // size
+    size = THREADS * vector
     extents = as_rows(pages.data, pages.dtype, pages.extent_bytes // pages.itemsize)
-    start = pages.start // pages.itemsize
-    ragged = requests.spans is not None
     operands = [
         jnp.asarray(pages.first, jnp.int32).reshape(1),
         requests.read_ids,
@@ -43,71 +41,109 @@ def convolve_step(
         conv.weights,
         *(() if conv.bias is None else (conv.bias,)),
     ]
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
-
-    def kernel(*refs: Ref) -> None:
-        rest = iter(refs)
-        first, read_ids, write_ids = (next(rest) for _ in range(3))
-        starts, counts, after = (next(rest) if ragged else None for _ in range(3))
-        x, weights = next(rest), next(rest)
-        bias = None if conv.bias is None else next(rest)
-        data, out = next(rest), next(rest)
-        index = lax.axis_index("cta")
-        request, part = lax.div(index, parts), lax.rem(index, parts)
-        place = pl.ds(pl.multiple_of(part * size, size), size)
-
-        def load(ref: Ref) -> Array:
-            return plgpu.load(ref, layout=layout).astype(jnp.float32)
-
-        def page(ids: Array) -> tuple[Array, Array]:
-            is_known = (ids >= 0) & (ids < pages.num_pages)
-            return first[0] + jnp.where(is_known, ids, 0) * pages.page_step, is_known
-
-        def saved_input(extent: Array, j: int) -> Ref:
-            column = pl.multiple_of(start + j * channels + part * size, vector)
-            return data.at[extent, pl.ds(column, size)]
-
-        extent, is_known = page(read_ids[request])
-        before = [load(saved_input(extent, j)) for j in range(kept)]
-        window = [jnp.where(lax.broadcast(is_known, (size,)), b, 0.0) for b in before]
-        factors = [load(weights.at[t, place]) for t in range(width)]
-        constant = [] if bias is None else [load(bias.at[place])]
-        token, count = request, 1
-        is_needed = is_known | page(write_ids[request, 0])[1]  # is of a request, if it has a token
-        if starts is not None and counts is not None:
-            token, count = starts[request], counts[request]
-        for t in range(most):
-            position = jnp.minimum(token + t, inputs.shape[0] - 1)
-            window.append(load(x.at[position, place]).astype(pages.dtype).astype(jnp.float32))
-            products = map(operator.mul, window, factors)
-            total = functools.reduce(jnp.add, itertools.chain(constant, products))
-            total = total / (1.0 + jnp.exp(-total)) if conv.silu else total
-            window = window[1:]
-            if not ragged:
-                total = jnp.where(lax.broadcast(is_needed, (size,)), total, 0.0)
-
-            @pl.when(t < count)
-            def _(total: Array = total, position: Array = position) -> None:
-                out[position, place] = total.astype(out.dtype)
-
-            for w in range(requests.write_ids.shape[1]):
-                target, due = page(write_ids[request, w])
-                if after is not None:
-                    due &= (after[request, w] == t + 1) & (t < count)
-
-                @pl.when(due)
-                def _(target: Array = target, window: list[Array] = window) -> None:
-                    for j, value in enumerate(window):
-                        ref = saved_input(target, j)
-                        ref[...] = value.astype(pages.dtype)
-
+    shape = _Shape(conv, size, vector, most, requests.write_ids.shape[1])
     ref = writable(extents)
     (out,) = call_kernel(
-        kernel,
+        lambda *refs: _Convolver(shape, requests.spans is not None, refs).run(),
         name="causal_conv1d",
-        num_thread_blocks=requests.batch * parts,
+        num_thread_blocks=requests.batch * (channels // size),
         operands=operands,
         refs=[ref],
         out_type=[jax.ShapeDtypeStruct((inputs.shape[0], channels), inputs.dtype)],
     )
     return from_rows(written(ref), pages.data), out
+
+
+class _Shape(NamedTuple):
+    """Constants of a compiled kernel.
+
+    size: channels of a thread block.
+    vector: channels of a thread.
+    most: most tokens of a request.
+    writes: states that are written of each request.
+    """
+
+    conv: Convolution
+    size: int
+    vector: int
+    most: int
+    writes: int
+
+
+class _Convolver:
+    """The code of one thread block."""
+
+    def __init__(self, shape: _Shape, ragged: bool, refs: tuple[Ref, ...]) -> None:
+        self.shape, self.conv, self.pages = shape, shape.conv, shape.conv.pages
+        rest = iter(refs)
+        self.first, self.read_ids, self.write_ids = (next(rest) for _ in range(3))
+        spans: list[Ref] = [next(rest) if ragged else None for _ in range(3)]
+        self.starts, self.counts, self.after = spans
+        self.inputs, self.weights = next(rest), next(rest)
+        self.bias = None if self.conv.bias is None else next(rest)
+        self.data, self.out = next(rest), next(rest)
+        self.layout = plgpu.Layout.WG_STRIDED((shape.size,), vec_size=shape.vector)
+        index, parts = lax.axis_index("cta"), self.conv.weights.shape[1] // shape.size
+        self.request, part = lax.div(index, parts), lax.rem(index, parts)
+        self.channel = part * shape.size
+        self.channels = pl.ds(pl.multiple_of(self.channel, shape.size), shape.size)
+
+    def run(self) -> None:
+        shape, silu = self.shape, self.conv.silu
+        window, is_needed = self._resume()
+        taps = [self._load(self.weights.at[t, self.channels]) for t in range(self.conv.width)]
+        bias = [] if self.bias is None else [self._load(self.bias.at[self.channels])]
+        token, count = self.request, 1
+        is_needed |= self._page(self.write_ids[self.request, 0])[1]
+        if self.starts is not None:
+            token, count = self.starts[self.request], self.counts[self.request]
+        for t in range(shape.most):
+            position = jnp.minimum(token + t, self.inputs.shape[0] - 1)
+            newest = self._load(self.inputs.at[position, self.channels])
+            window.append(newest.astype(self.pages.dtype).astype(jnp.float32))
+            products = map(operator.mul, window, taps)
+            total = functools.reduce(jnp.add, itertools.chain(bias, products))
+            total = total / (1.0 + jnp.exp(-total)) if silu else total
+            window = window[1:]
+            if self.starts is None:  # zeros for a request that neither reads nor writes
+                total = jnp.where(lax.broadcast(is_needed, (shape.size,)), total, 0.0)
+
+            @pl.when(t < count)
+            def _(total: Array = total, position: Array = position) -> None:
+                self.out[position, self.channels] = total.astype(self.out.dtype)
+
+            self._save(window, t, count)
+
+    def _resume(self) -> tuple[list[Array], Array]:
+        """Returns the inputs to resume from, zeros without a page, and whether there is one."""
+        extent, is_known = self._page(self.read_ids[self.request])
+        before = [self._load(self._saved_input(extent, j)) for j in range(self.conv.width - 1)]
+        size = (self.shape.size,)
+        return [jnp.where(lax.broadcast(is_known, size), b, 0.0) for b in before], is_known
+
+    def _save(self, window: list[Array], t: int, count: Array | int) -> None:
+        """Writes the last inputs to the pages that take them after token ``t``."""
+        for w in range(self.shape.writes):
+            target, due = self._page(self.write_ids[self.request, w])
+            if self.after is not None:
+                due &= (self.after[self.request, w] == t + 1) & (t < count)
+
+            @pl.when(due)
+            def _(target: Array = target) -> None:
+                for j, value in enumerate(window):
+                    ref = self._saved_input(target, j)
+                    ref[...] = value.astype(self.pages.dtype)
+
+    def _load(self, ref: Ref) -> Array:
+        return plgpu.load(ref, layout=self.layout).astype(jnp.float32)
+
+    def _page(self, page: Array) -> tuple[Array, Array]:
+        """Returns the extent of a page, and whether there is one."""
+        is_known = (page >= 0) & (page < self.pages.num_pages)
+        return self.first[0] + jnp.where(is_known, page, 0) * self.pages.page_step, is_known
+
+    def _saved_input(self, extent: Array, j: int) -> Ref:
+        """Returns a reference to the ``j``-th input that a page saves."""
+        start = self.pages.start // self.pages.itemsize + j * self.conv.weights.shape[1]
+        column = pl.multiple_of(start + self.channel, self.shape.vector)
+        return self.data.at[extent, pl.ds(column, self.shape.size)]

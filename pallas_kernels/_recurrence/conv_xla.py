@@ -1,4 +1,4 @@
-"""A convolution over the tokens of requests in XLA, and the inputs that it keeps."""
+"""A convolution over the tokens of requests in XLA, and the inputs that it saves."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels._recurrence.rule import Convolution, Requests, Spans
 
 def convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
     """Returns the data of the pages with the new inputs, and the outputs, [T, channels]."""
-    x, count = _as_kept(conv, inputs), inputs.shape[0]
+    x, count = _round_as_saved(conv, inputs), inputs.shape[0]
     total = x * _tap(conv, 0)
     for back in range(1, conv.width):
         total += jnp.pad(x, ((back, 0), (0, 0)))[:count] * _tap(conv, back)
@@ -22,26 +22,26 @@ def resume(
     """Returns the data of the pages with the new inputs, and the outputs of all tokens.
 
     Args:
-      outputs: [rows, channels], those of a request's first ``width - 1`` tokens still undefined.
+      outputs: [rows, channels], still undefined for the first ``width - 1`` tokens of a request.
     """
-    kept = conv.width - 1
+    saved = conv.width - 1
     spans = requests.spans or Spans.from_batch_size(requests.batch)
     starts, counts, _ = spans.arrays()
     x = inputs.astype(conv.pages.dtype)
     before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
-    steps = jnp.arange(kept, dtype=jnp.int32)[None]
+    steps = jnp.arange(saved, dtype=jnp.int32)[None]
     first = x.at[starts[:, None] + steps].get(mode="clip")
-    written = _written(kept, requests, spans, x, before)
+    written = _written(saved, requests, spans, x, before)
     # What is written may not depend on what is read, which must come first nevertheless.
     before, written = lax.optimization_barrier((before, written))
     window = jnp.concatenate([before, first], axis=1).astype(jnp.float32)
     totals = [
-        sum(window[:, o + kept - back] * _tap(conv, back) for back in range(conv.width))
-        for o in range(kept)
+        sum(window[:, o + saved - back] * _tap(conv, back) for back in range(conv.width))
+        for o in range(saved)
     ]
     resumed = _finish(conv, jnp.stack(totals, axis=1)).astype(outputs.dtype)
-    places = jnp.where(steps < counts[:, None], starts[:, None] + steps, len(outputs))
-    outputs = outputs.at[places].set(resumed, mode="drop")
+    tokens = jnp.where(steps < counts[:, None], starts[:, None] + steps, len(outputs))
+    outputs = outputs.at[tokens].set(resumed, mode="drop")
     data = conv.pages.data
     for ids, new in written:
         data = conv.pages._replace(data=data).write(ids, new)
@@ -49,30 +49,30 @@ def resume(
 
 
 def _written(
-    kept: int, requests: Requests, spans: Spans, x: Array, before: Array
+    saved: int, requests: Requests, spans: Spans, x: Array, before: Array
 ) -> list[tuple[Array, Array]]:
-    """Returns the pages to write, int32[B], and the inputs that each keeps, [B, kept, channels].
+    """Returns the pages to write, int32[B], and the inputs that each stores, [B, saved, channels].
 
     Args:
-      kept: inputs that a page keeps.
+      saved: inputs that a page stores.
       x: [T, channels], the inputs of all tokens.
-      before: [B, kept, channels], those of the tokens before.
+      before: [B, saved, channels], the inputs of the tokens before.
     """
     starts, counts, after = spans.arrays()
-    steps = jnp.arange(kept, dtype=jnp.int32)[None]
+    steps = jnp.arange(saved, dtype=jnp.int32)[None]
     written: list[tuple[Array, Array]] = []
     for w in range(requests.write_ids.shape[1]):
-        index = after[:, w, None] - kept + steps
+        index = after[:, w, None] - saved + steps
         recent = x.at[starts[:, None] + jnp.maximum(index, 0)].get(mode="clip")
-        old = jnp.take_along_axis(before, jnp.clip(kept + index, 0, kept - 1)[..., None], axis=1)
+        old = jnp.take_along_axis(before, jnp.clip(saved + index, 0, saved - 1)[..., None], axis=1)
         due = (after[:, w] > 0) & (after[:, w] <= counts)
         ids = jnp.where(due, requests.write_ids[:, w], -1)
         written.append((ids, jnp.where((index >= 0)[..., None], recent, old)))
     return written
 
 
-def _as_kept(conv: Convolution, inputs: Array) -> Array:
-    """Returns inputs rounded as pages keep them, in float32.
+def _round_as_saved(conv: Convolution, inputs: Array) -> Array:
+    """Returns inputs rounded as pages store them, in float32.
 
     Not by conversions alone: XLA may drop one to fewer bits and back, and does on GPUs.
     """
@@ -82,7 +82,7 @@ def _as_kept(conv: Convolution, inputs: Array) -> Array:
 
 
 def _tap(conv: Convolution, back: int) -> Array:
-    """Returns the weights of the inputs so many tokens back, [1, channels]."""
+    """Returns the weights of the inputs ``back`` tokens ago, [1, channels]."""
     return conv.weights[conv.width - 1 - back][None].astype(jnp.float32)
 
 

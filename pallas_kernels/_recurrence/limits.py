@@ -18,8 +18,8 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
     """Returns why the Mosaic kernel of a step does not support a call, or None if it does.
 
     Args:
-      most: most tokens of a request; of those with more than `MAX_STEP_TOKENS`, others than the
-        kernel of a step take care.
+      most: most tokens of a request; other kernels compute requests with more than
+        `MAX_STEP_TOKENS`.
     """
     states, item = tokens.states, tokens.states.itemsize
     inner = min(item, tokens.inputs.dtype.itemsize)

@@ -65,8 +65,8 @@ def _run_chunks(
     data = tokens.states.data
     tokens = tokens._replace(states=tokens.states.as_elements())
     elements, longer = run_chunks(rule, tokens, requests, spans, outputs.dtype)
-    held = spans.holds(outputs.shape[0])[:, None, None]
-    return from_rows(elements, data), jnp.where(held, longer, outputs)
+    is_covered = spans.cover(outputs.shape[0])[:, None, None]
+    return from_rows(elements, data), jnp.where(is_covered, longer, outputs)
 
 
 def convolve_mosaic(
@@ -94,5 +94,5 @@ def clear_padding(requests: Requests, outputs: Array) -> Array:
     if requests.spans is None:
         return outputs
     token = jnp.arange(outputs.shape[0], dtype=jnp.int32)
-    padding = jnp.where(requests.spans.holds(token.size), -1, token)
+    padding = jnp.where(requests.spans.cover(token.size), -1, token)
     return zero_blocks(outputs, padding, implementation="mosaic_gpu")

@@ -53,8 +53,8 @@ class StatePages(NamedTuple):
         width = self.extent_bytes // self.itemsize
         return self._replace(data=as_rows(self.data, self.dtype, width))
 
-    def knows(self, ids: Array) -> Array:
-        """Returns which ids are those of pages."""
+    def contains(self, ids: Array) -> Array:
+        """Returns which ids are in range."""
         return (ids >= 0) & (ids < self.num_pages)
 
     def read(self, ids: Array) -> Array:
@@ -73,7 +73,7 @@ class StatePages(NamedTuple):
 
     def _extents(self, ids: Array) -> Array:
         """Returns the extents of pages; -1 for ids out of range."""
-        return jnp.where(self.knows(ids), self.first + ids * self.page_step, -1)
+        return jnp.where(self.contains(ids), self.first + ids * self.page_step, -1)
 
     def _as_elements(self, data: Array, shape: tuple[int, ...]) -> Array:
         if data.dtype == self.dtype:

@@ -11,7 +11,7 @@ from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.pages import StatePages, as_rows, from_rows
 from pallas_kernels._recurrence.prompt_parts import find_parts
 from pallas_kernels._recurrence.prompt_shape import PromptShape
-from pallas_kernels._recurrence.prompt_states import KEPT, NOTHING, pass_states
+from pallas_kernels._recurrence.prompt_states import CARRIED, NOTHING, pass_states
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, Requests, Rule, Spans, Tokens
 
 GRANULE = 8  # tokens
@@ -21,7 +21,7 @@ TURN_BYTES = 256 * 2**20  # of the parts of the chunks of a turn
 def run_prompts(
     rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, outputs: Array
 ) -> tuple[Array, Array]:
-    """Returns the data of the pages, and ``outputs`` with those of the requests' tokens.
+    """Returns the data of the pages, and ``outputs`` with the tokens of the requests written.
 
     Chunks are taken in turns, which bounds the memory of their parts. Requests follow each other,
     so that at most one of them goes on in the next turn.
@@ -49,7 +49,7 @@ def run_prompts(
     decay = _chunk_decay(tokens, rows) if per_key else None
     pages = writable(as_rows(states.data, states.dtype, rule.key_size))
     out = writable(outputs)
-    kept = jnp.zeros((heads * rule.value_size, rule.key_size), jnp.float32)
+    carried = jnp.zeros((heads * rule.value_size, rule.key_size), jnp.float32)
     # Jitted functions, so that turns share one trace and one lowering.
     find, advance = (jax.jit(functools.partial(run, shape)) for run in (find_parts, pass_states))
     for first in range(0, size * turns, size):
@@ -57,7 +57,7 @@ def run_prompts(
         parts = find(rows[mine], gates[mine], inputs, per_channel)
         runs = _runs(states, requests, chunks, first, size)
         decay_of_turn = None if decay is None else decay[mine]
-        kept = advance(runs, rows[mine], parts, decay_of_turn, inputs, kept, pages, out)
+        carried = advance(runs, rows[mine], parts, decay_of_turn, inputs, carried, pages, out)
     return from_rows(written(pages), states.data), written(out)
 
 
@@ -70,7 +70,7 @@ def _state_rows(states: StatePages, ids: Array) -> Array:
     row_bytes = states.shape[-1] * states.itemsize
     first = (states.first + ids * states.page_step) * (states.extent_bytes // row_bytes)
     rows = jnp.asarray(first + states.start // row_bytes, jnp.int32)
-    return jnp.where(states.knows(ids), rows, NOTHING)
+    return jnp.where(states.contains(ids), rows, NOTHING)
 
 
 def _chunk_rows(states: StatePages, chunks: Chunks, count: int) -> Array:
@@ -85,10 +85,10 @@ def _chunk_rows(states: StatePages, chunks: Chunks, count: int) -> Array:
 
 
 def _take(array: Array, rows: Array) -> Array:
-    """Returns float32[chunks, CHUNK, n], the tokens of chunks; zeros for those of others."""
+    """Returns float32[chunks, CHUNK, n], the tokens of chunks; zeros for other rows."""
     begin, end = rows[:, 1, None], rows[:, 2, None]
-    place = jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    own = ((place >= begin) & (place < end))[..., None]
+    token = jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    own = ((token >= begin) & (token < end))[..., None]
     tiles = array.astype(jnp.float32).reshape(-1, CHUNK, array.shape[1])
     return jnp.where(own, tiles[rows[:, 0]], 0.0)
 
@@ -115,8 +115,8 @@ def _chunk_decay(tokens: Tokens, rows: Array) -> Array:
 def _runs(states: StatePages, requests: Requests, chunks: Chunks, first: int, size: int) -> Array:
     """Returns int32[B, 4], the chunks of requests in a turn, as `pass_states` takes them."""
     begins, ends = chunks.begins[:-1], chunks.begins[1:]
-    source = jnp.where(begins < first, KEPT, _state_rows(states, requests.read_ids))
-    inside = [jnp.clip(place - first, 0, size) for place in (begins, ends)]
+    source = jnp.where(begins < first, CARRIED, _state_rows(states, requests.read_ids))
+    inside = [jnp.clip(chunk - first, 0, size) for chunk in (begins, ends)]
     runs = jnp.stack([*inside, source, ends > first + size], axis=1, dtype=jnp.int32)
     # Long ones first, because thread blocks start in order.
     length, index = inside[1] - inside[0], jnp.arange(ends.size, dtype=jnp.int32)

@@ -42,7 +42,7 @@ def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:
     """Convolves as if all tokens were of one request."""
     count, channels = inputs.shape
     vector = channels_per_thread(conv)
-    size, kept = THREADS * vector, conv.width - 1
+    size, saved = THREADS * vector, conv.width - 1
     parts = channels // size
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
     given = (conv.weights, *(() if conv.bias is None else (conv.bias,)))
@@ -51,17 +51,17 @@ def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:
         bias, out = (None, *rest) if conv.bias is None else rest
         index = lax.axis_index("cta")
         first = lax.div(index, parts) * ROWS
-        place = pl.ds(pl.multiple_of(lax.rem(index, parts) * size, size), size)
+        here = pl.ds(pl.multiple_of(lax.rem(index, parts) * size, size), size)
 
         def load(ref: Ref) -> Array:
             return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
         def token(t: Array) -> Array:
-            value = load(x.at[jnp.clip(t, 0, count - 1), place])
+            value = load(x.at[jnp.clip(t, 0, count - 1), here])
             return value.astype(conv.pages.dtype).astype(jnp.float32)
 
-        taps = [load(weights.at[t, place]) for t in range(conv.width)]
-        constant = [] if bias is None else [load(bias.at[place])]
+        taps = [load(weights.at[t, here]) for t in range(conv.width)]
+        constant = [] if bias is None else [load(bias.at[here])]
 
         def convolve(window: list[Array]) -> Array:
             products = map(operator.mul, window, taps)
@@ -79,11 +79,11 @@ def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:
 
                 @pl.when(start + t < count)
                 def _(t: int = t, result: Array = result) -> None:
-                    out[start + t, place] = result
+                    out[start + t, here] = result
 
             return tuple(window[TOGETHER:])
 
-        before = tuple(token(first - kept + t) for t in range(kept))
+        before = tuple(token(first - saved + t) for t in range(saved))
         lax.fori_loop(0, ROWS // TOGETHER, some, before)
 
     (out,) = call_kernel(

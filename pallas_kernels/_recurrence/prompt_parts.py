@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel of what in a prompt does not depend on states: the parts of its chunks.
 
-A thread block computes one chunk of one value head. The inverse of a chunk's triangular matrix
-comes from those of blocks on the diagonal, of 1, 2, 4 ... rows, by products of float16: with keys
-of length 1, all numbers are small, and float16 is more precise than the bfloat16 of the result.
+A thread block computes one chunk of one value head. It inverts blocks on the diagonal of a chunk's
+triangular matrix, of 1, 2, 4 ... rows, by products of float16: with keys of length 1, all numbers
+are small, and float16 is more precise than the bfloat16 of the result.
 """
 
 import functools
@@ -88,7 +88,7 @@ class _PartsKernel:
         shape, rule, smem = self.shape, self.rule, self.smem
         gates = self.gates.at[self.chunk, self.head]
         totals, rates, norms = (pl.ds(i * CHUNK, CHUNK) for i in range(3))
-        # A load of one place in two layouts would be one load, in neither of them.
+        # A load of one address in two layouts would be one load, in neither of them.
         to_row, rate = load(gates.at[totals], ROW), load(gates.at[rates], ROW)
         last = gates[CHUNK - 1]
         self._load()
@@ -102,13 +102,13 @@ class _PartsKernel:
         rows, staged = pl.ds(self.item * CHUNK, CHUNK), smem.queries.at[0]
         if shape.decay_per_key:
             inner, lower = self._decayed_products(row, column)
-            self._give_decayed(row, column)
+            self._store_decayed(row, column)
             staged = smem.decayed.at[0, 0]
         else:
             (inner,), lower = self._with_keys(smem.keys, smem.queries), None
         inner *= decay * along_rows(queries, SQUARE)
         plgpu.commit_smem()  # a barrier: all warps have read the queries
-        self._put(inner, staged, self.out.inner.at[rows])
+        self._copy_out(inner, staged, self.out.inner.at[rows])
         if rule.delta:
             if lower is None:
                 (lower,) = self._with_keys(smem.keys, smem.keys)
@@ -116,7 +116,7 @@ class _PartsKernel:
             solution = self._invert(jnp.where(row > column, lower, 0.0), row, column)
         else:
             solution = jnp.where(row == column, 1.0, 0.0)
-        self._give_factors(to_row, last, queries, keys)
+        self._store_factors(to_row, last, queries, keys)
         # Loaded again: they would take registers in the meantime.
         rate = load(smem.numbers.at[rates], COLUMN)
         to_column, keys_of_columns = (
@@ -125,11 +125,11 @@ class _PartsKernel:
         solution *= along_columns(rate, SQUARE)
         if rule.delta:
             erase = -keys_of_columns * jnp.exp(to_column)
-            self._give_erased(solution * along_columns(erase, SQUARE))
-        self._give_values(solution.astype(self.shape.operand))
+            self._store_erased(solution * along_columns(erase, SQUARE))
+        self._store_values(solution.astype(self.shape.operand))
         plgpu.wait_smem_to_gmem(0)
 
-    def _put(self, part: Array, staged: Ref, out: Ref) -> None:
+    def _copy_out(self, part: Array, staged: Ref, out: Ref) -> None:
         """Writes a part, from where it is staged."""
         staged[...] = part.astype(self.shape.operand)
         plgpu.commit_smem()
@@ -150,13 +150,13 @@ class _PartsKernel:
         smem, squares = self.smem, range(self.rule.key_size // CHUNK)
         queries, keys = smem.decayed.at[0], smem.decayed.at[1]
         self._load_log_decay(row)
-        apart = row ^ column  # its highest bit is the size of the halves that part two places
+        apart = row ^ column  # its highest bit is the size of the halves that separate two tokens
 
         def join(bit: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             def half(index: Array) -> Array:
                 return lax.shift_right_logical(index, lax.broadcast(bit, SQUARE))
 
-            # Of a token in the second half: those up to it; in the first one: those after it.
+            # Tokens up to one in the second half, and after one in the first half.
             is_second = (half(row) & 1) == 1
             tokens = (half(apart) == 0) & ((column <= row) == is_second)
             self._count(tokens)  # has a barrier: all warps have read what is overwritten
@@ -201,20 +201,21 @@ class _PartsKernel:
         """
         return jnp.exp(multiply(self.smem.solving.at[2], self.smem.solving.at[i]))
 
-    def _give_decayed(self, row: Array, column: Array) -> None:
+    def _store_decayed(self, row: Array, column: Array) -> None:
         """Writes queries and keys with their decays; keys from the beginning replace the keys."""
         smem, rows = self.smem, pl.ds(self.item * CHUNK, CHUNK)
         columns = [pl.ds(i * CHUNK, CHUNK) for i in range(self.rule.key_size // CHUNK)]
         self._count(column > row)  # has a barrier: all warps have read what is overwritten
         for i, part in enumerate(columns):
             to_end = load(smem.keys.at[i], TILE) * self._decay(i)
-            self._put(to_end, smem.decayed.at[1, i], self.out.keys.at[rows, part])
+            self._copy_out(to_end, smem.decayed.at[1, i], self.out.keys.at[rows, part])
         self._count(column <= row)
         for i, part in enumerate(columns):
             from_start = self._decay(i)
             queries, keys = load(smem.queries.at[i], TILE), load(smem.keys.at[i], TILE)
             smem.keys.at[i][...] = (keys * from_start).astype(self.shape.operand)
-            self._put(queries * from_start, smem.queries.at[i], self.out.queries.at[rows, part])
+            queries *= from_start
+            self._copy_out(queries, smem.queries.at[i], self.out.queries.at[rows, part])
 
     def _load(self) -> None:
         """Loads the chunk's tile of tokens; rows that are not its own become zeros."""
@@ -259,10 +260,10 @@ class _PartsKernel:
 
     def _as_column(self, vector: Array) -> Array:
         """Returns a number for each row as one for each column."""
-        place = self.smem.numbers.at[pl.ds(2 * CHUNK, CHUNK)]
-        place[...] = vector
+        column = self.smem.numbers.at[pl.ds(2 * CHUNK, CHUNK)]
+        column[...] = vector
         plgpu.commit_smem()
-        return load(place, COLUMN)
+        return load(column, COLUMN)
 
     def _invert(self, lower: Array, row: Array, column: Array) -> Array:
         """Returns ``(I + lower)^-1`` of a strictly lower triangular matrix.
@@ -272,7 +273,7 @@ class _PartsKernel:
         # Adds 0, which no compiler knows: ptxas 13.0 loses constants among the registers that are
         # the left operand of wgmma.
         row += lax.broadcast(jnp.minimum(self.begin, 0), SQUARE)
-        apart = row ^ column  # its highest bit is the size of the blocks that part two places
+        apart = row ^ column  # its highest bit is the size of the blocks that separate two tokens
         inverse = jnp.where(row == column, 1.0, jnp.where(apart == 1, -lower, 0.0))
         whole, blocks, products = (self.smem.solving.at[i] for i in range(3))
         whole[...] = lower.astype(SOLVING)
@@ -296,16 +297,16 @@ class _PartsKernel:
         plgpu.commit_smem()
         return multiply(staged, right)
 
-    def _give_erased(self, solution: Array) -> None:
+    def _store_erased(self, solution: Array) -> None:
         smem, solution = self.smem, solution.astype(self.shape.operand)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
         rows = pl.ds(self.item * CHUNK, CHUNK)
         for i in range(self.rule.key_size // CHUNK):
             erased = self._multiply_left(solution, smem.keys.at[i])
             columns = pl.ds(i * CHUNK, CHUNK)
-            self._put(erased, smem.queries.at[i], self.out.erased.at[rows, columns])
+            self._copy_out(erased, smem.queries.at[i], self.out.erased.at[rows, columns])
 
-    def _give_values(self, solution: Array) -> None:
+    def _store_values(self, solution: Array) -> None:
         """Writes the values that are added, transposed."""
         rule, smem = self.rule, self.smem
         plgpu.commit_smem()
@@ -319,7 +320,7 @@ class _PartsKernel:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staged, self.out.values.at[rows])
 
-    def _give_factors(self, total: Array, last: Array, queries: Array, keys: Array) -> None:
+    def _store_factors(self, total: Array, last: Array, queries: Array, keys: Array) -> None:
         end = plgpu.layout_cast(lax.broadcast_in_dim(last, total.shape, []), ROW)
         factors = queries * jnp.exp(total), keys * jnp.exp(end - total), jnp.exp(end)
         for i, factor in enumerate(factors):

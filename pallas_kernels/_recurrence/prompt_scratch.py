@@ -13,7 +13,7 @@ from pallas_kernels._recurrence.prompt_shape import PromptParts, PromptShape
 
 SQUARE = (CHUNK, CHUNK)
 SOLVING = jnp.float16  # of the operands of a triangular matrix's inverse
-STAGES = 3  # chunks that the kernel of states loads ahead
+STAGES = 3  # chunks that the kernel of states prefetches
 
 
 class PartsScratch[T](NamedTuple):

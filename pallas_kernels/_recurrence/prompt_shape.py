@@ -47,8 +47,8 @@ class PromptParts[T](NamedTuple):
     erased: [N * heads * CHUNK, K], what is added of a state for each token, which takes it away; a
       single row without a delta rule.
     values: [N * heads * V, CHUNK], what is added by each token if the state were zeros.
-    factors: float32[N, heads, 3 * CHUNK], of each token: that of its query, with the decay from the
-      chunk's beginning; that of its key, with the decay to the chunk's end; the chunk's decay.
+    factors: float32[N, heads, 3 * CHUNK], of each token's query, with the decay from the chunk's
+      beginning; of its key, with the decay to the chunk's end; and the chunk's decay.
     queries, keys: [N * heads * CHUNK, K], with these decays if each key channel has its own, which
       factors do not have then; otherwise a single row.
     """

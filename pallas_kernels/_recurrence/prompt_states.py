@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel that passes states through the chunks of prompts, in place.
+"""The Mosaic GPU kernel that passes states through the chunks of prompts, in index.
 
 A thread block has 64 values of one head, and goes from chunk to chunk of one request. The state
 stays in registers, where it is an operand of products as it is: everything else is transposed, with
@@ -29,7 +29,7 @@ from pallas_kernels._recurrence.prompt_shape import (
     zero_rows,
 )
 
-NOTHING, KEPT = -1, -2  # instead of rows: zeros or no write, and the state of the turn before
+NOTHING, CARRIED = -1, -2  # instead of rows: zeros or no write, and the state of the turn before
 
 
 def pass_states(
@@ -39,7 +39,7 @@ def pass_states(
     parts: PromptParts[Array],
     decay: Array | None,
     inputs: Array,
-    kept: Array,
+    carried: Array,
     pages: Ref,
     out: Ref,
 ) -> Array:
@@ -47,22 +47,22 @@ def pass_states(
 
     Args:
       runs: int32[B, 4], of each request: its first chunk of this turn, one past the last, the
-        first row of the state to resume from, or `NOTHING`, or `KEPT`, and whether to keep the
+        first row of the state to resume from, or `NOTHING`, or `CARRIED`, and whether to carry the
         state for the next turn.
       chunks: int32[N, 4 + W], as for `find_parts`, and at last the first rows of the pages that
         take the state after the chunk, or `NOTHING`, after the largest of them.
       decay: float32[N, value_heads, K], of chunks, if each key channel has its own; otherwise None.
-      kept: float32[value_heads * V, K], the state that the turn before kept.
+      carried: float32[value_heads * V, K], the state carried over from the turn before.
       pages: reference to [rows, K].
       out: reference to [T, value_heads, V], T a multiple of 8.
 
     Returns:
-      The state that this turn keeps, as ``kept``; undefined if no run keeps its state.
+      The state to carry over to the next turn; undefined if no run goes on.
     """
     rule = shape.rule
     call = plgpu.kernel(
         lambda *refs: _StatesKernel(shape, refs).run(),
-        out_type=[jax.ShapeDtypeStruct(kept.shape, jnp.float32)],
+        out_type=[jax.ShapeDtypeStruct(carried.shape, jnp.float32)],
         grid=(shape.batch * rule.value_heads * (rule.value_size // CHUNK),),
         grid_names=("cta",),
         kernel_name="recurrent_prompt_states",
@@ -70,7 +70,7 @@ def pass_states(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     decays = [] if decay is None else [decay]
-    return call_unfused(call, [runs, chunks, *parts, *decays, inputs, kept], [pages, out])[0]
+    return call_unfused(call, [runs, chunks, *parts, *decays, inputs, carried], [pages, out])[0]
 
 
 class _Chunk(NamedTuple):
@@ -90,7 +90,7 @@ class _Carry(NamedTuple):
     """The state and the outputs of a thread block, on its way from chunk to chunk.
 
     outputs: [CHUNK, CHUNK], values as rows, of the chunk before; not written yet.
-    chunk, ahead: the chunk to come, and the tile of the one to load next; read from memory in
+    chunk, lookahead: the chunk to come, and the tile of the one to load next; read from memory in
       advance, to hide the latency.
     """
 
@@ -109,10 +109,10 @@ class _StatesKernel:
         self.runs, self.chunks = refs[:2]
         self.parts = PromptParts(*refs[2:8])
         self.decay = refs[8] if shape.decay_per_key else None
-        self.inputs, self.before, self.pages, self.out, self.kept, self.smem = refs[-6:]
-        index, pieces = lax.axis_index("cta"), self.rule.value_size // CHUNK
-        self.piece = lax.rem(index, pieces)
-        head = lax.div(index, pieces)
+        self.inputs, self.before, self.pages, self.out, self.carried, self.smem = refs[-6:]
+        index, value_blocks = lax.axis_index("cta"), self.rule.value_size // CHUNK
+        self.value_block = lax.rem(index, value_blocks)
+        head = lax.div(index, value_blocks)
         self.head = lax.rem(head, self.rule.value_heads)
         request = lax.div(head, self.rule.value_heads)
         self.begin, self.end, self.source, self.keeps = (self.runs[request, i] for i in range(4))
@@ -122,11 +122,11 @@ class _StatesKernel:
 
     def _run(self) -> None:
         for stage in range(STAGES):
-            place = self.begin + stage
+            index = self.begin + stage
 
-            @pl.when(place < self.end)
-            def _(place: Array = place, stage: int = stage) -> None:
-                self._fetch(place, self.chunks[place, 0], stage)
+            @pl.when(index < self.end)
+            def _(index: Array = index, stage: int = stage) -> None:
+                self._fetch(index, self.chunks[index, 0], stage)
 
         nothing = plgpu.layout_cast(jnp.zeros(SQUARE, self.smem.staged.dtype), TILE)
         zero = jnp.int32(0)
@@ -138,41 +138,42 @@ class _StatesKernel:
             self._tile(self.begin + (STAGES - 1)),
         )
         state, outputs, before, _, _ = lax.fori_loop(self.begin, self.end, self._pass, start)
-        self._give(before, outputs)
+        self._store_outputs(before, outputs)
 
         @pl.when(self.keeps != 0)
         def _() -> None:
-            store(self.kept.at[self._rows(0)], state)
+            store(self.carried.at[self._rows(0)], state)
 
         plgpu.wait_smem_to_gmem(0)
 
-    def _tile(self, place: Array) -> Array:
-        return self.chunks[jnp.minimum(place, self.shape.chunks - 1), 0]
+    def _tile(self, index: Array) -> Array:
+        return self.chunks[jnp.minimum(index, self.shape.chunks - 1), 0]
 
-    def _chunk(self, place: Array) -> _Chunk:
-        place = jnp.minimum(place, self.shape.chunks - 1)
-        return _Chunk(*(self.chunks[place, i] for i in range(4)))
+    def _chunk(self, index: Array) -> _Chunk:
+        index = jnp.minimum(index, self.shape.chunks - 1)
+        return _Chunk(*(self.chunks[index, i] for i in range(4)))
 
     def _rows(self, first: Array | int) -> pl.Slice:
-        """Returns the rows of this thread block's piece of a state that begins at a row."""
-        piece = self.head * self.rule.value_size + self.piece * CHUNK
-        return pl.ds(first + piece, CHUNK)
+        """Returns the rows of the part of this thread block in a state that begins at a row."""
+        offset = self.head * self.rule.value_size + self.value_block * CHUNK
+        return pl.ds(first + offset, CHUNK)
 
     def _first_state(self) -> Array:
         """Returns the state to resume from, [CHUNK, K]."""
         is_known = self.source >= 0
-        held = load(self.pages.at[self._rows(jnp.where(is_known, self.source, 0))], TILE)
-        kept = load(self.before.at[self._rows(0)], TILE)
-        is_kept = lax.broadcast(self.source == KEPT, held.shape)
-        return jnp.where(is_kept, kept, jnp.where(lax.broadcast(is_known, held.shape), held, 0.0))
+        loaded = load(self.pages.at[self._rows(jnp.where(is_known, self.source, 0))], TILE)
+        carried = load(self.before.at[self._rows(0)], TILE)
+        is_carried = lax.broadcast(self.source == CARRIED, loaded.shape)
+        resumed = jnp.where(lax.broadcast(is_known, loaded.shape), loaded, 0.0)
+        return jnp.where(is_carried, carried, resumed)
 
-    def _fetch(self, place: Array, tile: Array, stage: Array | int) -> None:
+    def _fetch(self, index: Array, tile: Array, stage: Array | int) -> None:
         """Starts loading a chunk."""
         rule, smem = self.rule, self.smem
         barrier = smem.loaded.at[stage]
-        item = place * rule.value_heads + self.head
+        item = index * rule.value_heads + self.head
         rows = pl.ds(item * CHUNK, CHUNK)
-        values = pl.ds(item * rule.value_size + self.piece * CHUNK, CHUNK)
+        values = pl.ds(item * rule.value_size + self.value_block * CHUNK, CHUNK)
         key_head = lax.div(self.head, rule.group)
 
         def get(source: Ref, target: Ref) -> None:
@@ -182,7 +183,7 @@ class _StatesKernel:
             get(self.parts.erased.at[rows], smem.parts.erased)
         get(self.parts.values.at[values], smem.parts.values)
         if self.decay is not None:
-            get(self.decay.at[place, self.head], smem.decay)
+            get(self.decay.at[index, self.head], smem.decay)
             get(self.parts.queries.at[rows], smem.parts.queries)
             get(self.parts.keys.at[rows], smem.parts.keys)
         else:
@@ -192,13 +193,13 @@ class _StatesKernel:
                 columns = pl.ds(start + key_head * rule.key_size, rule.key_size)
                 get(self.inputs.at[tokens, columns], target)
         get(self.parts.inner.at[rows], smem.parts.inner)
-        get(self.parts.factors.at[place, self.head], smem.parts.factors)
+        get(self.parts.factors.at[index, self.head], smem.parts.factors)
 
-    def _pass(self, place: Array, carry: "_Carry") -> "_Carry":
+    def _pass(self, index: Array, carry: "_Carry") -> "_Carry":
         """Passes the state through a chunk."""
-        chunk, next_chunk = carry.chunk, self._chunk(place + 1)
-        later = self._tile(place + STAGES)
-        stage = lax.rem(place - self.begin, STAGES)
+        chunk, next_chunk = carry.chunk, self._chunk(index + 1)
+        later = self._tile(index + STAGES)
+        stage = lax.rem(index - self.begin, STAGES)
         plgpu.barrier_wait(self.smem.loaded.at[stage])
 
         @pl.when(~chunk.is_whole)
@@ -206,36 +207,37 @@ class _StatesKernel:
             zero_rows(self.smem.parts.keys.at[stage], chunk.begin, chunk.end)
             plgpu.commit_smem()
 
-        state, outputs = self._update(place, carry, stage)
+        state, outputs = self._update(index, carry, stage)
 
         @pl.when(chunk.target >= 0)
         def _() -> None:
-            self._keep_state(place, state.astype(self.shape.page))
+            self._store_state(index, state.astype(self.shape.page))
 
         return _Carry(state, outputs, chunk, next_chunk, later)
 
-    def _keep_state(self, place: Array, state: Array) -> None:
+    def _store_state(self, index: Array, state: Array) -> None:
         """Writes a state to the pages that take it after a chunk."""
         fields = len(_Chunk._fields)
 
         @pl.loop(fields, self.chunks.shape[1])
         def _(i: Array) -> None:
-            row = self.chunks[place, i]
+            row = self.chunks[index, i]
 
             @pl.when(row >= 0)
             def _() -> None:
                 store(self.pages.at[self._rows(row)], state)
 
-    def _finish_before(self, place: Array, carry: "_Carry") -> None:
+    def _finish_before(self, index: Array, carry: "_Carry") -> None:
         """Writes the outputs of the chunk before, and loads another one in its stage."""
-        self._give(carry.before, carry.outputs)  # has a barrier: all warps have read the stage
-        later = place + (STAGES - 1)
+        # Has a barrier: all warps have read the stage.
+        self._store_outputs(carry.before, carry.outputs)
+        later = index + (STAGES - 1)
 
-        @pl.when((place > self.begin) & (later < self.end))
+        @pl.when((index > self.begin) & (later < self.end))
         def _() -> None:
             self._fetch(later, carry.lookahead, lax.rem(later - self.begin, STAGES))
 
-    def _update(self, place: Array, carry: "_Carry", stage: Array) -> tuple[Array, Array]:
+    def _update(self, index: Array, carry: "_Carry", stage: Array) -> tuple[Array, Array]:
         """Returns the state after a chunk, and its outputs, [values, tokens].
 
         Finishes the chunk before while the tensor cores work.
@@ -260,7 +262,7 @@ class _StatesKernel:
             return added.astype(operand), weighed.astype(operand)
 
         if not _mosaic.OPERANDS_IN_REGISTERS:
-            self._finish_before(place, carry)
+            self._finish_before(index, carry)
             if self.rule.delta:
                 values = values + self._multiply(before, erased)
             added, weighed = weigh(values)
@@ -273,7 +275,7 @@ class _StatesKernel:
                 if self.rule.delta:
                     plgpu.wgmma(added_sum, before, erased)
                 plgpu.wgmma(seen, before, queries)
-                self._finish_before(place, carry)
+                self._finish_before(index, carry)
                 found = plgpu.wgmma_accumulator_load(added_sum, wait_n=1)
                 added, weighed = weigh(found)
                 plgpu.wgmma(state_sum, weighed, keys)
@@ -295,9 +297,9 @@ class _StatesKernel:
         plgpu.commit_smem()
         return multiply(staged, right)
 
-    def _give(self, chunk: _Chunk, outputs: Array) -> None:
+    def _store_outputs(self, chunk: _Chunk, outputs: Array) -> None:
         """Writes the outputs of a chunk's own tokens."""
-        smem, columns = self.smem, pl.ds(self.piece * CHUNK, CHUNK)
+        smem, columns = self.smem, pl.ds(self.value_block * CHUNK, CHUNK)
         out = self.out.at[:, self.head, columns]
         first = chunk.tile * CHUNK
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read

@@ -13,7 +13,7 @@ class RequestStates:
     """The requests of a call: the pages that they read and write, and their tokens.
 
     read_ids: the page that each request resumes from. Ids of no page, like -1 for a new request:
-      it starts from zeros, whatever any page holds.
+      it starts from zeros.
     write_ids: the pages that take its states; ids of no page write nothing. No page may be written
       twice, or be written by one request and read by another.
     query_start_loc: the first token of each request; None: one token each.

@@ -99,7 +99,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def from_batch_size(cls, batch: int) -> Self:
-        """Returns those of requests with one token each."""
+        """Returns the spans of requests with one token each."""
         starts = jnp.arange(batch, dtype=jnp.int32)
         return cls(starts, jnp.ones_like(starts), None)
 
@@ -108,14 +108,14 @@ class Spans(NamedTuple):
         after = self.counts[:, None] if self.write_after is None else self.write_after
         return self.starts, self.counts, after
 
-    def holds(self, num_tokens: int) -> Array:
-        """Returns bool[num_tokens]: which tokens are those of a request."""
+    def cover(self, num_tokens: int) -> Array:
+        """Returns bool[num_tokens]: whether each token is of a request."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
         begins, ends = self.starts[None], (self.starts + self.counts)[None]
         return jnp.any((token >= begins) & (token < ends), axis=1)
 
     def only(self, mine: Array) -> Self:
-        """Returns the same without the tokens of requests other than those in bool[B]."""
+        """Returns the spans of the requests in bool[B]; the others have no tokens."""
         return self._replace(counts=jnp.where(mine, self.counts, 0))
 
 

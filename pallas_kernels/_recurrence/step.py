@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel of recurrent steps: a few tokens of each request, states in place.
 
 A state moves once in and once out: rows of it come to shared memory by TMA, are updated in
-registers, and leave from the same place. The rows of a state are independent of each other, given
-the key and the query, so that a thread block works on one piece of them after another, and loads
+registers, and are stored from there. The rows of a state are independent of each other, given
+the key and the query, so that a thread block works on one tile of them after another, and loads
 the next ones meanwhile. Thread blocks start in the order of the memory that they read; ones that
 stay, and go from state to state, drift apart, and were 3 to 10 % slower on an H200.
 
@@ -39,28 +39,12 @@ def step_mosaic(
     Args:
       conv: the convolution, if it is to be a part of the kernel; then requests have one token.
       most: most tokens of a request.
-      outputs: [T or more, value_heads, V]; those of tokens of no request are undefined.
+      outputs: [T or more, value_heads, V]; undefined for tokens of no request.
     """
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
     pages = as_rows(states.data, states.dtype, width)
-    first = states.first * (states.extent_bytes // (width * states.itemsize))
-    places = [
-        jnp.asarray(first, jnp.int32).reshape(1),
-        requests.read_ids,
-        requests.write_ids,
-        *(requests.spans.arrays() if requests.spans else ()),
-    ]
-    log_decay = tokens.log_decay.astype(jnp.float32)
-    log_decay = log_decay.reshape(log_decay.shape[0], -1)
-    operands = [*places, log_decay, tokens.beta.astype(jnp.float32)]
-    if conv is None:
-        operands.append(tokens.inputs)
-    else:
-        bias = [] if conv.bias is None else [conv.bias[None]]
-        for array in (tokens.inputs, conv.weights, *bias):
-            array = array.astype(conv.pages.dtype)
-            operands.append(as_rows(array, states.dtype, array.shape[1] // shape.packed))
+    operands = _operands(shape, tokens, requests, conv)
     head = states.start // (width * states.itemsize)
     conv_start = 0 if conv is None else conv.pages.start // states.itemsize
 
@@ -79,6 +63,30 @@ def step_mosaic(
     ref = writable(pages)
     found = call_unfused(call, operands, [ref])
     return from_rows(written(ref), states.data), found
+
+
+def _operands(
+    shape: StepShape, tokens: Tokens, requests: Requests, conv: Convolution | None
+) -> list[Array]:
+    """Returns the arrays that the kernel reads, in the order of `Stepper`."""
+    states, width = tokens.states, shape.rule.key_size
+    first = states.first * (states.extent_bytes // (width * states.itemsize))
+    log_decay = tokens.log_decay.astype(jnp.float32)
+    operands = [
+        jnp.asarray(first, jnp.int32).reshape(1),
+        requests.read_ids,
+        requests.write_ids,
+        *(requests.spans.arrays() if requests.spans else ()),
+        log_decay.reshape(log_decay.shape[0], -1),
+        tokens.beta.astype(jnp.float32),
+    ]
+    if conv is None:
+        return [*operands, tokens.inputs]
+    bias = [] if conv.bias is None else [conv.bias[None]]
+    for array in (tokens.inputs, conv.weights, *bias):
+        array = array.astype(conv.pages.dtype)
+        operands.append(as_rows(array, states.dtype, array.shape[1] // shape.packed))
+    return operands
 
 
 def _is_same(a: Array | int, b: Array | int) -> bool:

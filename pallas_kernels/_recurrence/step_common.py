@@ -10,7 +10,7 @@ from pallas_kernels._mosaic import Layout
 
 
 def tile_layout(itemsize: int) -> Layout:
-    """Returns the layout of a piece: 8 threads for a row, with 16 bytes of each 128."""
+    """Returns the layout of a tile: 8 threads for a row, with 16 bytes of each 128."""
     n = 16 // itemsize
     return plgpu.Layout.TILED(
         fragmented_array.Tiling(((16, 8 * n), (4, 8 * n), (n,))),

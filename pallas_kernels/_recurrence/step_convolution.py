@@ -1,6 +1,6 @@
 """The convolution before a recurrent step, as a part of its kernel.
 
-Pages have elements as wide as the state's, so that an element may hold two inputs of the
+Pages have elements as wide as the state's, so that an element may be two inputs of the
 convolution: these are unpacked in registers.
 """
 
@@ -74,8 +74,8 @@ class StepConvolution:
         width, packed = self.shape.conv_width, self.shape.packed
         for t in range(self.shape.conv_rows):
             source, row = (self.weights, t) if t < width else (self.bias, 0)
-            for place, column, n in self.shape.segments(item.head, item.key_head):
-                target = self.taps.at[t, pl.ds(place // packed, n // packed)]
+            for offset, column, n in self.shape.segments(item.head, item.key_head):
+                target = self.taps.at[t, pl.ds(offset // packed, n // packed)]
                 words = source.at[row, pl.ds(lax.div(column, packed), n // packed)]
                 plgpu.copy_gmem_to_smem(words, target, ready)
 
@@ -98,16 +98,16 @@ class StepConvolution:
         bias = taps[shape.conv_width :]
         products = (self._unpack(self.staged.at[t]) * taps[t] for t in range(shape.conv_width))
         total = functools.reduce(jnp.add, itertools.chain(bias, products))
-        self._keep(total / (1.0 + jnp.exp(-total)) if shape.silu else total)
+        self._store_outputs(total / (1.0 + jnp.exp(-total)) if shape.silu else total)
         plgpu.commit_smem()
 
         @pl.when(is_known)
         def _() -> None:
             for t in range(newest):
-                for place, column, width in shape.segments(item.head, item.key_head):
+                for offset, column, width in shape.segments(item.head, item.key_head):
                     n = width // packed
                     plgpu.copy_smem_to_gmem(
-                        self.staged.at[t + 1, pl.ds(place // packed, n)],
+                        self.staged.at[t + 1, pl.ds(offset // packed, n)],
                         self.words(write_page, t, column, n),
                         commit_group=False,
                     )
@@ -127,7 +127,7 @@ class StepConvolution:
         bits = jnp.where(second, words & jnp.uint32(0xFFFF0000), words << 16)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
-    def _keep(self, mixed: Array) -> None:
+    def _store_outputs(self, mixed: Array) -> None:
         if self.shape.packed == 1:
             self.mixed[...] = mixed
         else:

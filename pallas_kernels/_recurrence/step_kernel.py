@@ -44,14 +44,14 @@ class Stepper:
             given = self.pages, conv_start, weights, bias, self.staged, next(rest), next(rest)
             self.conv = StepConvolution(shape, *given)
         self.full, self.ready = next(rest), next(rest)
-        self.tile = tile_layout(shape.page.itemsize)
-        self.row, self.column = self.tile.reduce(1), self.tile.reduce(0)
+        self.layout = tile_layout(shape.page.itemsize)
+        self.row, self.column = self.layout.reduce(1), self.layout.reduce(0)
 
     def run(self) -> None:
         item = self._locate()
         pl.when(item.is_needed)(lambda: self._run_item(item))
         if not self.shape.ragged:
-            pl.when(~item.is_needed)(lambda: self._give_zeros(item))
+            pl.when(~item.is_needed)(lambda: self._store_zeros(item))
 
     def _locate(self) -> Item:
         shape, index = self.shape, lax.axis_index("cta")
@@ -80,29 +80,29 @@ class Stepper:
         is_known = (page >= 0) & (page < self.shape.num_pages)
         return self.first[0] + jnp.where(is_known, page, 0) * self.shape.page_rows, is_known
 
-    def _rows(self, page: Array, item: Item, piece: Array | int) -> Ref:
-        """Returns a piece of the state in a page."""
+    def _rows(self, page: Array, item: Item, tile: Array | int) -> Ref:
+        """Returns a tile of the state in a page."""
         rows = self.shape.rows
-        start = page + self.head_row + item.head * self.rule.value_size + piece * rows
+        start = page + self.head_row + item.head * self.rule.value_size + tile * rows
         return self.pages.at[pl.ds(start, rows)]
 
-    def _fetch(self, item: Item, piece: Array | int, stage: Array | int) -> None:
+    def _fetch(self, item: Item, tile: Array | int, stage: Array | int) -> None:
         plgpu.copy_gmem_to_smem(
-            self._rows(item.page, item, piece), self.loaded.at[stage], self.full.at[stage]
+            self._rows(item.page, item, tile), self.loaded.at[stage], self.full.at[stage]
         )
 
     def _fetch_inputs(self, item: Item) -> None:
-        """Starts loading the inputs of an item, and those that its convolution remembers."""
+        """Starts loading the inputs of an item, and the inputs that its convolution saved."""
         shape, packed, width = self.shape, self.shape.packed, self.rule.key_size
         for t in range(shape.staged):
             token = item.token
             if not shape.conv_width:
                 token += jnp.clip(item.count - 1, 0, t)
-            for place, column, n in shape.segments(item.head, item.key_head):
+            for offset, column, n in shape.segments(item.head, item.key_head):
                 source = self.inputs.at[token, pl.ds(lax.div(column, packed), n // packed)]
                 if self.conv is not None and t < shape.conv_width - 1:
                     source = self.conv.words(item.page, t, column, n // packed)
-                target = self.staged.at[t, pl.ds(place // packed, n // packed)]
+                target = self.staged.at[t, pl.ds(offset // packed, n // packed)]
                 plgpu.copy_gmem_to_smem(source, target, self.ready)
             if self.decays is not None and t < shape.tokens:
                 for j in range(shape.heads):
@@ -124,33 +124,33 @@ class Stepper:
             self.conv.run(item, *write)
         vectors = None if shape.ragged else self._vectors(0)
 
-        @pl.loop(0, shape.pieces)
-        def _(piece: Array) -> None:
-            stage = lax.rem(piece, shape.stages)
-            j = lax.div(piece, shape.pieces // shape.heads)
+        @pl.loop(0, shape.tiles)
+        def _(tile: Array) -> None:
+            stage = lax.rem(tile, shape.stages)
+            j = lax.div(tile, shape.tiles // shape.heads)
             chosen = functools.reduce(
                 lambda last, i: jax.tree.map(functools.partial(jnp.where, j == i), gates[i], last),
                 range(1, shape.heads),
                 gates[0],
             )
-            self._run_piece(item, stage, j, piece, vectors, chosen, write)
+            self._run_tile(item, stage, j, tile, vectors, chosen, write)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            # The stage of the piece before this one is free.
-            lookahead = piece + shape.stages - 1
+            # The stage of the tile before this one is free.
+            lookahead = tile + shape.stages - 1
 
-            @pl.when((piece > 0) & (lookahead < shape.pieces))
+            @pl.when((tile > 0) & (lookahead < shape.tiles))
             def _() -> None:
                 self._fetch(item, lookahead, lax.rem(lookahead, shape.stages))
 
         plgpu.wait_smem_to_gmem(0)
 
-    def _give_zeros(self, item: Item) -> None:
+    def _store_zeros(self, item: Item) -> None:
         zeros = plgpu.layout_cast(jnp.zeros(self.shape.rows, jnp.float32), self.row)
-        per_head = self.shape.pieces // self.shape.heads
+        per_head = self.shape.tiles // self.shape.heads
 
-        @pl.loop(0, self.shape.pieces)
-        def _(piece: Array) -> None:
-            self._give(item, 0, lax.div(piece, per_head), piece, zeros)
+        @pl.loop(0, self.shape.tiles)
+        def _(tile: Array) -> None:
+            self._store_output(item, 0, lax.div(tile, per_head), tile, zeros)
 
     def _gates(self, item: Item, t: int, j: int) -> Gates:
         """Returns the decay and beta of a token and head; no decay if each key has its own."""
@@ -172,39 +172,39 @@ class Stepper:
             query *= self.rule.scale
         return query, key, jnp.sum(query * key)
 
-    def _values(self, t: int, piece: Array) -> Array:
+    def _values(self, t: int, tile: Array) -> Array:
         source = self._inputs(t)
-        start = 2 * self.rule.key_size + piece * self.shape.rows
+        start = 2 * self.rule.key_size + tile * self.shape.rows
         return load(source.at[pl.ds(start, self.shape.rows)], self.row)
 
     def _inputs(self, t: int) -> Ref:
         """Returns a reference to the queries, keys and values of a token."""
         return self.staged.at[t] if self.conv is None else self.conv.outputs
 
-    def _run_piece(
+    def _run_tile(
         self,
         item: Item,
         stage: Array,
         j: Array,
-        piece: Array,
+        tile: Array,
         vectors: tuple[Array, Array, Array] | None,
         gates: list[Gates],
         write: tuple[Array, Array],
     ) -> None:
-        """Updates a piece of a state by all tokens of the request."""
+        """Updates a tile of a state by all tokens of the request."""
         shape, loaded = self.shape, self.loaded.at[stage]
         size = (shape.rows, self.rule.key_size)
-        values = self._values(0, piece)
+        values = self._values(0, tile)
         plgpu.barrier_wait(self.full.at[stage])
-        state = load(loaded, self.tile)
+        state = load(loaded, self.layout)
         state = jnp.where(lax.broadcast(item.is_known, size), state, 0.0)
         if vectors is not None:  # of one token
             state, out = self._update(state, values, vectors, gates[0], 0, j)
-            self._leave(item, loaded, state, piece, *write)
-            self._give(item, 0, j, piece, out)
+            self._store_state(item, loaded, state, tile, *write)
+            self._store_output(item, 0, j, tile, out)
             return
         for t in range(shape.tokens):
-            state = self._run_token(item, loaded, state, t, j, piece, gates[t])
+            state = self._run_token(item, loaded, state, t, j, tile, gates[t])
 
     def _run_token(
         self,
@@ -213,15 +213,15 @@ class Stepper:
         state: Array,
         t: int,
         j: Array,
-        piece: Array,
+        tile: Array,
         gates: Gates,
     ) -> Array:
-        """Updates a piece of a state by one of several tokens, which may be none."""
-        values = self._values(t, piece)
+        """Updates a tile of a state by one of several tokens, which may be none."""
+        values = self._values(t, tile)
         updated, out = self._update(state, values, self._vectors(t), gates, t, j)
         is_there = t < item.count
         state = jnp.where(lax.broadcast(is_there, state.shape), updated, state)
-        pl.when(is_there)(lambda: self._give(item, t, j, piece, out))
+        pl.when(is_there)(lambda: self._store_output(item, t, j, tile, out))
         for w in range(self.shape.writes):
             page, is_known = self._page(self.write_ids[item.request, w])
             after = self.write_after[item.request, w]
@@ -230,7 +230,7 @@ class Stepper:
             @pl.when(due)
             def _(page: Array = page, due: Array = due) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._leave(item, loaded, state, piece, page, due)
+                self._store_state(item, loaded, state, tile, page, due)
 
         return state
 
@@ -246,8 +246,8 @@ class Stepper:
         """Returns the state after a token, and the token's output."""
         (query, key, product), (decay, beta), size = vectors, gates, state.shape
         if decay is None:
-            place = pl.ds(j * self.rule.key_size, self.rule.key_size)
-            decays = jnp.exp(load(self.decays.at[t, place], self.column))
+            channels = pl.ds(j * self.rule.key_size, self.rule.key_size)
+            decays = jnp.exp(load(self.decays.at[t, channels], self.column))
             state = state * lax.broadcast_in_dim(decays, size, [1])
         else:
             state = state * decay
@@ -259,21 +259,21 @@ class Stepper:
         state = state + lax.broadcast_in_dim(added, size, [0]) * keys
         return state, seen + added * product
 
-    def _leave(
-        self, item: Item, loaded: Ref, state: Array, piece: Array, page: Array, is_known: Array
+    def _store_state(
+        self, item: Item, loaded: Ref, state: Array, tile: Array, page: Array, is_known: Array
     ) -> None:
-        """Starts writing a piece of a state to its page, from where it was loaded to."""
+        """Starts writing a tile of a state to its page, from where it was loaded to."""
         store(loaded, state.astype(self.shape.page))
         plgpu.commit_smem()
 
         @pl.when(is_known)
         def _() -> None:
-            plgpu.copy_smem_to_gmem(loaded, self._rows(page, item, piece), commit_group=False)
+            plgpu.copy_smem_to_gmem(loaded, self._rows(page, item, tile), commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _give(self, item: Item, t: int, j: Array, piece: Array, out: Array) -> None:
+    def _store_output(self, item: Item, t: int, j: Array, tile: Array, out: Array) -> None:
         rows = self.shape.rows
-        start = lax.rem(piece, self.rule.value_size // rows) * rows
+        start = lax.rem(tile, self.rule.value_size // rows) * rows
         target = self.out.at[item.token + t, item.head + j, pl.ds(start, rows)]
         store(target, out.astype(target.dtype))

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 
-PIECE_BYTES = 16 * 1024  # of a state, that a thread block works on at once
-STAGES = 4  # pieces that a thread block holds
+TILE_BYTES = 16 * 1024  # of a tile of a state: what a thread block works on at once
+STAGES = 4  # tiles that a thread block has in shared memory
 SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
 BARRIER_BYTES = 8
 
@@ -26,7 +26,7 @@ class StepShape(NamedTuple):
     packed: inputs of the convolution in an element of the pages, 1 or 2.
     decay_per_key: whether every key channel has a decay of its own.
     heads: value heads of an item, which are of one key head.
-    rows: of a state in a piece.
+    rows: of a state in a tile.
     page: dtype of the pages.
     inner: dtype of the convolution's inputs.
     ragged: whether requests have other numbers of tokens than one.
@@ -51,8 +51,8 @@ class StepShape(NamedTuple):
     batch: int
 
     @property
-    def pieces(self) -> int:
-        """Returns the pieces of an item."""
+    def tiles(self) -> int:
+        """Returns the tiles of an item."""
         return self.heads * self.rule.value_size // self.rows
 
     @property
@@ -87,13 +87,13 @@ class StepShape(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Returns the bytes of shared memory, with those of barriers."""
+        """Returns the bytes of shared memory, barriers included."""
         sizes = [math.prod(size) * jnp.dtype(dtype).itemsize for size, dtype in self.scratch]
         arrays = sum(-(-size // SHARED_ALIGN) * SHARED_ALIGN for size in sizes)
         return arrays + BARRIER_BYTES * (self.stages + 1)
 
     def segments(self, head: Array, key_head: Array) -> list[tuple[int, Array, int]]:
-        """Returns (place among its inputs, first column, width) of the inputs of an item.
+        """Returns (offset among its inputs, first column, width) of the inputs of an item.
 
         Args:
           head, key_head: int32[], first value head of the item, and its key head.
@@ -115,7 +115,7 @@ def step_shape(
 ) -> StepShape:
     """Chooses the constants of a call; ``most``: tokens of a request."""
     states, width, size = tokens.states, rule.key_size, tokens.states.itemsize
-    rows = max(16, min(rule.value_size, PIECE_BYTES // (width * size)))
+    rows = max(16, min(rule.value_size, TILE_BYTES // (width * size)))
     rows = math.gcd(rows, rule.value_size)
     heads = rule.group if conv is not None else 1
     while heads * rule.value_size // rows < STAGES and rule.group % (2 * heads) == 0:

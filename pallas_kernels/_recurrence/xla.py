@@ -141,11 +141,11 @@ def _run_chunk(
 
 def _parts(rule: Rule, tokens: Tokens, chunks: Chunks) -> tuple[_Parts, Array]:
     """Returns the parts of some chunks, and which tokens they have, bool[N, C]."""
-    place = chunks.first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    inside = place < chunks.end[:, None]
+    token = chunks.first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    inside = token < chunks.end[:, None]
 
     def take(array: Array) -> Array:
-        rows = array.at[place].get(mode="clip").astype(jnp.float32)
+        rows = array.at[token].get(mode="clip").astype(jnp.float32)
         return jnp.where(jnp.expand_dims(inside, range(2, rows.ndim)), rows, 0)
 
     given = take(tokens.inputs), take(tokens.log_decay), take(tokens.beta)
@@ -176,7 +176,7 @@ def _combine(rule: Rule, inputs: Array, log_decay: Array, beta: Array) -> _Parts
 
 
 def _products(left: Array, right: Array, total: Array, strictly: bool = False) -> Array:
-    """Returns [..., C, C]: products of each token with those up to it, decayed in between.
+    """Returns [..., C, C]: products of each token with the tokens up to it, decayed in between.
 
     Args:
       total: [..., C, 1 or K], logarithm of the decay up to each token.
@@ -197,7 +197,7 @@ def _products(left: Array, right: Array, total: Array, strictly: bool = False) -
 def _solve(lower: Array, right: Array) -> Array:
     """Returns ``(I + lower)^-1 right`` for strictly lower triangular matrices, [..., C, C].
 
-    Inverts blocks on the diagonal, of 1, 2, 4 ... rows, from those of half the size. Powers of
+    Inverts blocks on the diagonal, of 1, 2, 4 ... rows, from blocks of half the size. Powers of
     ``lower`` would need fewer products, but theirs cancel out where keys are alike.
     """
     size = lower.shape[-1]

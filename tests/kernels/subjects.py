@@ -130,11 +130,6 @@ SUBJECTS = (
     ),
     Subject("copy_fresh", copy_fresh, reference_copy_blocks, fresh_operands, num_read=2),
     Subject(
-        "write",
-        write_aligned,
-        reference_write_rows,
-        write_operands,
-        num_read=3,
-        takes_trees=False,
+        "write", write_aligned, reference_write_rows, write_operands, num_read=3, takes_trees=False
     ),
 )

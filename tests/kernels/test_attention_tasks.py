@@ -18,9 +18,9 @@ from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.prefill_tasks import (
     ROWS,
     PrefillTile,
-    divide,
-    halves_of,
+    list_halves,
     prefill_tiles,
+    split_tiles,
 )
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import (
@@ -261,7 +261,7 @@ def test_granules_of_a_step_lie_where_its_keys_are(page_tokens: int, size: int) 
     def find(tables: Any, step: Any) -> Any:
         found, request = steps.find(tables, jnp.int32(1), step), jnp.int32(1)
         holes, rows = steps.holes(found), jnp.stack(steps.rows(found, first_row))
-        held = steps.held(jnp.arange(size), holes)
+        held = steps.is_allocated(jnp.arange(size), holes)
         return rows, held, holes == steps.find_holes(tables, request, step)
 
     for are_holes in itertools.product((False, True), repeat=3):
@@ -393,29 +393,29 @@ def test_pieces_take_each_step_of_a_long_tile_once(name: str, workers: int, monk
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, cut)
-        pieces = divide(arrays, rule, tiles, KEYS)
-        assert pieces is not None and pieces.workers == workers
+        tile_splits = split_tiles(arrays, rule, tiles, KEYS)
+        assert tile_splits is not None and tile_splits.workers == workers
         whole = [PrefillTile(*row) for row in prefill_tiles(arrays, rule, tiles, KEYS).tolist()]
-        rows = prefill_tiles(arrays, rule, tiles, KEYS, pieces).tolist()
+        rows = prefill_tiles(arrays, rule, tiles, KEYS, tile_splits).tolist()
         rows = [PrefillTile(*row) for row in rows if PrefillTile(*row).count]
         assert {(row.num_tiles, row.heads_together) for row in rows} <= {(len(rows), 2)}
         steps = [row.last_step - row.first_step for row in rows]
         assert steps == sorted(steps, reverse=True), "the longest first"
-        firsts, counts = np.asarray(pieces.first_splits), np.asarray(pieces.counts)
+        firsts, counts = np.asarray(tile_splits.first_splits), np.asarray(tile_splits.counts)
         assert len(rows) == sum(counts[row.index] for row in whole if row.count)
         total = sum(row.last_step - row.first_step for row in whole if row.count)
         for row in whole:
             if row.count:
                 splits = range(firsts[row.index], firsts[row.index] + counts[row.index])
                 index = [len(counts) + i for i in splits] if len(splits) > 1 else [row.index]
-                check_pieces(row, [next(r for r in rows if r.index == i) for i in index])
+                check_splits(row, [next(r for r in rows if r.index == i) for i in index])
                 longest = max(1, -(-total // workers))
                 length = row.last_step - row.first_step
                 assert (len(index) > 1) == (length > 1.25 * longest)
                 assert -(-length // len(index)) <= 1.25 * longest
         used = [row.index - len(counts) for row in rows if row.index >= len(counts)]
         assert sorted(used) == list(range(len(used))) and len(used) <= 2 * workers
-        check_halves(tiles, *halves_of(tiles, pieces, max(96, ROWS)), pieces.counts)
+        check_halves(tiles, *list_halves(tiles, tile_splits, max(96, ROWS)), tile_splits.counts)
         num_splits += len(used)
     assert num_splits
 
@@ -442,8 +442,10 @@ def test_tiles_are_divided_where_thread_blocks_are_left_into_pieces_of_enough_st
     arrays = arrays._replace(
         queries=np.zeros((queries, 1, 64)), seq_lens=as_ids([768, 0, 0, 0]), query_start_loc=LOC
     )
-    pieces = divide(arrays, rule, cut_queries(arrays, rule, Cut(128, align=8, least=2)), KEYS)
-    assert (None if pieces is None else pieces.counts.max()) == most
+    tile_splits = split_tiles(
+        arrays, rule, cut_queries(arrays, rule, Cut(128, align=8, least=2)), KEYS
+    )
+    assert (None if tile_splits is None else tile_splits.counts.max()) == most
 
 
 @pytest.mark.parametrize(
@@ -581,7 +583,7 @@ def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(gro
 
         def of_block(block: Any, turn: Any) -> Any:
             kernel.block = block
-            return kernel._place(turn)
+            return kernel._locate_item(turn)
 
         return jax.vmap(of_block)(as_ids(blocks), as_ids(turns))
 
@@ -610,7 +612,7 @@ def check_numbers(row: Tile | PrefillTile, tiles: QueryTiles, index: int) -> Non
     assert found == [getattr(tiles, column)[index] for column in columns]
 
 
-def check_pieces(whole: PrefillTile, parts: list[PrefillTile]) -> None:
+def check_splits(whole: PrefillTile, parts: list[PrefillTile]) -> None:
     """Checks that parts take each step of a tile once, and the same masks."""
     taken = [step for part in parts for step in range(part.first_step, part.last_step)]
     assert taken == list(range(whole.first_step, whole.last_step))

@@ -19,12 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxkv.testing import assert_same_bytes
-from pallas_kernels import (
-    Interleaving,
-    SharedPrefixes,
-    StridedPages,
-    _capability,
-)
+from pallas_kernels import Interleaving, SharedPrefixes, StridedPages, _capability
 from pallas_kernels._paged_attention import xla
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.kernels import calls
@@ -658,10 +653,10 @@ def test_many_segments_are_added_up_by_several_warpgroups_in_several_rounds(monk
 @pytest.mark.parametrize("value_width", [64, 128, 192, 256])
 def test_thread_blocks_that_combine_cover_all_columns_and_load_at_most_1024(value_width) -> None:
     """Of a row, over all segments: more do not fit into the registers of a warpgroup."""
-    from pallas_kernels._paged_attention.combine import _Split
+    from pallas_kernels._paged_attention.combine import _Division
 
     for workers, tiles in itertools.product((1, 8, 15, 66, 132, 528), (1, 2, 7, 64, 4096)):
-        split = _Split.choose(value_width, workers, tiles)
+        split = _Division.choose(value_width, workers, tiles)
         assert value_width % split.width == 0
         assert split.together * split.width <= 1024
         assert split.together >= 2, "a tile that is not whole has two"
@@ -721,10 +716,7 @@ def lower(function: Any, arguments: list[jax.ShapeDtypeStruct], platform: str = 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_shapes_of_models_lower_for_cuda(shape: Shape) -> None:
     attend = functools.partial(
-        calls.attend,
-        implementation="mosaic_gpu",
-        sliding_window=99,
-        max_query_len=shape.most,
+        calls.attend, implementation="mosaic_gpu", sliding_window=99, max_query_len=shape.most
     )
     text = lower(attend, shape.arguments(per_request=shape.tokens == shape.batch))
     assert text.count("custom_call @mosaic_gpu") == shape.launches

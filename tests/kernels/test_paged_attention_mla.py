@@ -135,11 +135,7 @@ def structs(case: Case, tokens: int, batch: int) -> list[Any]:
 @needs_mosaic
 @pytest.mark.parametrize(
     ("heads", "tokens", "page_tokens", "pages"),
-    [
-        (16, 32, 16, "bfloat16"),
-        (128, 32, 64, "float8_e4m3fn"),
-        (128, 8, 64, PACKED),
-    ],
+    [(16, 32, 16, "bfloat16"), (128, 32, 64, "float8_e4m3fn"), (128, 8, 64, PACKED)],
 )
 def test_the_shapes_of_models_lower_for_cuda(
     heads: int, tokens: int, page_tokens: int, pages: str

@@ -29,13 +29,7 @@ from pallas_kernels._recurrence.chunks import CHUNK, Chunks
 from pallas_kernels._recurrence.prompt_shape import PromptShape
 from pallas_kernels._recurrence.rule import Requests, Rule, Tokens
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
-from tests.reference_recurrence import (
-    RecurrentCase,
-    convolve,
-    normalized,
-    state_of,
-    write_states,
-)
+from tests.reference_recurrence import RecurrentCase, convolve, normalized, state_of, write_states
 
 PAGES, STEP, FIRST = 12, 2, 1  # a page is every second extent, from the second one on
 AS_DRAWN = (Phase.explicit, Phase.reuse, Phase.generate)  # to shrink an example takes minutes
@@ -477,10 +471,7 @@ def test_a_convolution_is_fused_if_its_inputs_lie_in_the_extents_of_the_states()
     ids=str,
 )
 @settings(max_examples=1, phases=AS_DRAWN)
-@given(
-    st.sampled_from([[3, 1, 0], [2, 0, 3], [3, 3, 3], [0, 1, 2]]),
-    st.integers(0, 99),
-)
+@given(st.sampled_from([[3, 1, 0], [2, 0, 3], [3, 3, 3], [0, 1, 2]]), st.integers(0, 99))
 def test_the_state_after_each_draft_is_kept(implementation, layer, counts, seed) -> None:
     after = as_ids([[1, 2, 3]] * 3)
     given = make(layer, counts, 12, seed, write_after=after, **choose_ids(seed, 3, 3))
@@ -611,7 +602,7 @@ def test_a_turn_keeps_the_states_of_all_requests_that_go_on(counts: list[int], s
             (
                 min(max(begin - first, 0), size),
                 min(max(end - first, 0), size),
-                prompt.KEPT if begin < first else request,
+                prompt.CARRIED if begin < first else request,
                 int(end > first + size),
             )
             for request, (begin, end) in enumerate(itertools.pairwise(begins))
@@ -964,10 +955,7 @@ def test_without_requests_nothing_runs_and_all_is_padding(implementation, count)
         arguments = {"states": pages[0], "inputs": inputs}
         arguments |= {"log_decay": beta, "beta": beta, "convolution": conv} | how
         arguments["out_dtype"] = jnp.bfloat16
-        return (
-            causal_conv1d(inputs, conv, **how),
-            gated_delta_rule(**GOOD | arguments),
-        )
+        return (causal_conv1d(inputs, conv, **how), gated_delta_rule(**GOOD | arguments))
 
     lowered = jax.jit(run_both).trace(states.data).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" not in lowered.as_text()

@@ -18,20 +18,8 @@ from jaxkv.testing import (
     reference_copy_blocks,
     reference_zero_blocks,
 )
-from pallas_kernels import (
-    _capability,
-    copy_blocks,
-    default_implementation,
-    write_rows,
-    zero_blocks,
-)
-from tests.helpers import (
-    IMPLEMENTATIONS,
-    ON_GPU,
-    as_ids,
-    kernels_run,
-    needs_mosaic,
-)
+from pallas_kernels import _capability, copy_blocks, default_implementation, write_rows, zero_blocks
+from tests.helpers import IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.kernels.arg_specs import (
     COPY_SPECS,
     INTERPRETED_PAGES,

@@ -34,9 +34,7 @@ def test_tiles_cover_a_page_and_store_aligned(page, itemsize) -> None:
 
 
 @given(
-    n=st.integers(1, 70_000),
-    alignment=st.integers(1, 70_000),
-    itemsize=st.sampled_from([1, 2, 4]),
+    n=st.integers(1, 70_000), alignment=st.integers(1, 70_000), itemsize=st.sampled_from([1, 2, 4])
 )
 def test_tiles_of_a_row_align_as_its_offset_does(n, alignment, itemsize) -> None:
     tiling, free = tile_page(n, itemsize, alignment), tile_page(n, itemsize)
