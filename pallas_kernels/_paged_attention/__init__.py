@@ -8,14 +8,3 @@ from pallas_kernels._paged_attention.requests import Interleaving as Interleavin
 from pallas_kernels._paged_attention.requests import RequestPages as RequestPages
 from pallas_kernels._paged_attention.requests import SharedPrefixes as SharedPrefixes
 from pallas_kernels._paged_attention.rule import AttentionRule as AttentionRule
-
-__all__ = [
-    "AttentionRule",
-    "Interleaving",
-    "PackedRow",
-    "RequestPages",
-    "RowPacking",
-    "SharedPrefixes",
-    "StridedPages",
-    "paged_attention",
-]

@@ -6,12 +6,3 @@ from pallas_kernels._recurrence.call import selective_scan as selective_scan
 from pallas_kernels._recurrence.pages import StatePages as StatePages
 from pallas_kernels._recurrence.requests import RequestStates as RequestStates
 from pallas_kernels._recurrence.rule import Convolution as Convolution
-
-__all__ = [
-    "Convolution",
-    "RequestStates",
-    "StatePages",
-    "causal_conv1d",
-    "gated_delta_rule",
-    "selective_scan",
-]

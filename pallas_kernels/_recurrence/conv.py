@@ -6,7 +6,6 @@ A thread block computes some channels of a request. It alone reads and writes th
 import functools
 import itertools
 import operator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,7 @@ def convolve_step(
     Args:
       most: most tokens of a request.
     """
-    pages, channels = conv.pages, conv.weights.shape[1]
-    vector = channels_per_thread(conv)
-    size = THREADS * vector
+    pages = conv.pages
     extents = as_rows(pages.data, pages.dtype, pages.extent_bytes // pages.itemsize)
     operands = [
         jnp.asarray(pages.first, jnp.int32).reshape(1),
@@ -41,55 +38,44 @@ def convolve_step(
         conv.weights,
         *(() if conv.bias is None else (conv.bias,)),
     ]
-    shape = _Shape(conv, size, vector, most, requests.write_ids.shape[1])
     ref = writable(extents)
     (out,) = call_kernel(
-        lambda *refs: _Convolver(shape, requests.spans is not None, refs).run(),
+        lambda *refs: _Convolver(conv, requests, refs).run(most),
         name="causal_conv1d",
-        num_thread_blocks=requests.batch * (channels // size),
+        num_thread_blocks=requests.batch * _num_parts(conv),
         operands=operands,
         refs=[ref],
-        out_type=[jax.ShapeDtypeStruct((inputs.shape[0], channels), inputs.dtype)],
+        out_type=[jax.ShapeDtypeStruct((inputs.shape[0], conv.weights.shape[1]), inputs.dtype)],
     )
     return from_rows(written(ref), pages.data), out
 
 
-class _Shape(NamedTuple):
-    """Constants of a compiled kernel.
-
-    size: channels of a thread block.
-    vector: channels of a thread.
-    most: most tokens of a request.
-    writes: states that are written of each request.
-    """
-
-    conv: Convolution
-    size: int
-    vector: int
-    most: int
-    writes: int
+def _num_parts(conv: Convolution) -> int:
+    """Returns the thread blocks of a request, which have equal parts of the channels."""
+    return conv.weights.shape[1] // (THREADS * channels_per_thread(conv))
 
 
 class _Convolver:
     """The code of one thread block."""
 
-    def __init__(self, shape: _Shape, ragged: bool, refs: tuple[Ref, ...]) -> None:
-        self.shape, self.conv, self.pages = shape, shape.conv, shape.conv.pages
+    def __init__(self, conv: Convolution, requests: Requests, refs: tuple[Ref, ...]) -> None:
+        self.conv, self.pages, self.writes = conv, conv.pages, requests.write_ids.shape[1]
         rest = iter(refs)
         self.first, self.read_ids, self.write_ids = (next(rest) for _ in range(3))
-        spans: list[Ref] = [next(rest) if ragged else None for _ in range(3)]
+        spans: list[Ref] = [None if requests.spans is None else next(rest) for _ in range(3)]
         self.starts, self.counts, self.after = spans
         self.inputs, self.weights = next(rest), next(rest)
-        self.bias = None if self.conv.bias is None else next(rest)
+        self.bias = None if conv.bias is None else next(rest)
         self.data, self.out = next(rest), next(rest)
-        self.layout = plgpu.Layout.WG_STRIDED((shape.size,), vec_size=shape.vector)
-        index, parts = lax.axis_index("cta"), self.conv.weights.shape[1] // shape.size
+        self.vector = channels_per_thread(conv)
+        self.size, parts = THREADS * self.vector, _num_parts(conv)
+        self.layout = plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
+        index = lax.axis_index("cta")
         self.request, part = lax.div(index, parts), lax.rem(index, parts)
-        self.channel = part * shape.size
-        self.channels = pl.ds(pl.multiple_of(self.channel, shape.size), shape.size)
+        self.channel = part * self.size
+        self.channels = pl.ds(pl.multiple_of(self.channel, self.size), self.size)
 
-    def run(self) -> None:
-        shape, silu = self.shape, self.conv.silu
+    def run(self, most: int) -> None:
         window, is_needed = self._resume()
         taps = [self._load(self.weights.at[t, self.channels]) for t in range(self.conv.width)]
         bias = [] if self.bias is None else [self._load(self.bias.at[self.channels])]
@@ -97,16 +83,16 @@ class _Convolver:
         is_needed |= self._page(self.write_ids[self.request, 0])[1]
         if self.starts is not None:
             token, count = self.starts[self.request], self.counts[self.request]
-        for t in range(shape.most):
+        for t in range(most):
             position = jnp.minimum(token + t, self.inputs.shape[0] - 1)
             newest = self._load(self.inputs.at[position, self.channels])
             window.append(newest.astype(self.pages.dtype).astype(jnp.float32))
             products = map(operator.mul, window, taps)
             total = functools.reduce(jnp.add, itertools.chain(bias, products))
-            total = total / (1.0 + jnp.exp(-total)) if silu else total
+            total = total / (1.0 + jnp.exp(-total)) if self.conv.silu else total
             window = window[1:]
             if self.starts is None:  # zeros for a request that neither reads nor writes
-                total = jnp.where(lax.broadcast(is_needed, (shape.size,)), total, 0.0)
+                total = jnp.where(lax.broadcast(is_needed, (self.size,)), total, 0.0)
 
             @pl.when(t < count)
             def _(total: Array = total, position: Array = position) -> None:
@@ -118,12 +104,12 @@ class _Convolver:
         """Returns the inputs to resume from, zeros without a page, and whether there is one."""
         extent, is_known = self._page(self.read_ids[self.request])
         before = [self._load(self._saved_input(extent, j)) for j in range(self.conv.width - 1)]
-        size = (self.shape.size,)
-        return [jnp.where(lax.broadcast(is_known, size), b, 0.0) for b in before], is_known
+        known = lax.broadcast(is_known, (self.size,))
+        return [jnp.where(known, value, 0.0) for value in before], is_known
 
     def _save(self, window: list[Array], t: int, count: Array | int) -> None:
         """Writes the last inputs to the pages that take them after token ``t``."""
-        for w in range(self.shape.writes):
+        for w in range(self.writes):
             target, due = self._page(self.write_ids[self.request, w])
             if self.after is not None:
                 due &= (self.after[self.request, w] == t + 1) & (t < count)
@@ -145,5 +131,5 @@ class _Convolver:
     def _saved_input(self, extent: Array, j: int) -> Ref:
         """Returns a reference to the ``j``-th input that a page saves."""
         start = self.pages.start // self.pages.itemsize + j * self.conv.weights.shape[1]
-        column = pl.multiple_of(start + self.channel, self.shape.vector)
-        return self.data.at[extent, pl.ds(column, self.shape.size)]
+        column = pl.multiple_of(start + self.channel, self.vector)
+        return self.data.at[extent, pl.ds(column, self.size)]

@@ -296,7 +296,7 @@ def test_parts_of_a_value_are_as_few_as_cover_it(width: int) -> None:
 
 @pytest.mark.parametrize("fixed", [None, FixedSplits(1, 30), FixedSplits(8, 4)], ids=str)
 @pytest.mark.parametrize("num_workers", [1, 3, 17])
-def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
+def test_workers_take_each_step_of_each_tile_once_and_are_equally_long(
     num_workers: int, fixed: FixedSplits | None
 ) -> None:
     share = jax.jit(share_out, static_argnums=(1, 3))
@@ -313,13 +313,13 @@ def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
             assert (Tile(*row).token, Tile(*row).used_tokens) == (tiles.tokens[index], seed)
         # Those without keys, such as padding, take no step.
         steps = np.where(ends > begins, -(-ends // STEP) - begins // STEP, 0)
-        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.workers), begins, steps, fixed)
+        check_workers(np.asarray(tasks.tiles), np.asarray(tasks.workers), begins, steps, fixed)
         if fixed is not None:
             last = Tile(*np.asarray(tasks.tiles)[-1].tolist())
             assert last.first_split + last.num_splits <= tasks.num_splits == 6 * fixed[1]
 
 
-def check_lanes(
+def check_workers(
     tiles: np.ndarray, workers: np.ndarray, begins, num_steps, fixed: FixedSplits | None
 ) -> None:
     splits: dict[int, list[int]] = {tile: [] for tile in range(len(tiles))}
@@ -353,7 +353,7 @@ def check_lanes(
     assert steps == wanted, "each step once, in order"
     assert max(lengths) - min(lengths) <= (1 if fixed is None else fixed.steps + 1)
     numbers = [number for of_tile in splits.values() for number in of_tile]
-    assert len(set(numbers)) == len(numbers), "two segments have one place"
+    assert len(set(numbers)) == len(numbers), "two splits have one number"
     for index, of_tile in splits.items():
         tile = Tile(*tiles[index].tolist())
         assert tile.num_splits == len(of_tile)
@@ -362,7 +362,7 @@ def check_lanes(
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_seen(
+def test_steps_of_prefill_have_all_seen_keys_and_skip_masks_only_where_all_are_seen(
     name: str,
 ) -> None:
     rule, cut = rule_of(name), Cut(16, align=8, least=2)
@@ -385,7 +385,7 @@ def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_s
 @pytest.mark.parametrize(
     ("name", "workers"), [("all keys", 5), ("all keys", 40), ("a window", 40), ("interleaved", 5)]
 )
-def test_pieces_take_each_step_of_a_long_tile_once(name: str, workers: int, monkeypatch) -> None:
+def test_splits_take_each_step_of_a_long_tile_once(name: str, workers: int, monkeypatch) -> None:
     rule, cut, num_splits = rule_of(name), Cut(128, align=8, least=2), 0
     rule = rule.replace(kv_heads=2, group=3)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 6 * workers + 5)
@@ -431,7 +431,7 @@ def test_pieces_take_each_step_of_a_long_tile_once(name: str, workers: int, monk
         (40, 4, 90, None),
     ],
 )
-def test_tiles_are_divided_where_thread_blocks_are_left_into_pieces_of_enough_steps(
+def test_tiles_are_divided_where_thread_blocks_are_left_into_splits_of_enough_steps(
     workers: int, least: int, queries: int, most: int | None, monkeypatch
 ) -> None:
     """A table has 6 steps."""
@@ -456,7 +456,7 @@ def test_rounds_are_as_few_as_the_workspace_allows_and_alike(
 ) -> None:
     rule = rule_of("all keys").replace(value_width=96)
     queries = np.arange(10 * 2 * 8 * 4).reshape(10, 2, 8, 4)
-    of_tile = 3 * 2 * 8 * (96 + 2) * 4  # bytes of the results of its segments
+    of_tile = 3 * 2 * 8 * (96 + 2) * 4  # bytes of the results of its splits
     monkeypatch.setattr(rounds, "WORKSPACE", int(fitting * of_tile))
     numbers = as_ids(np.arange(10))
     tiles = QueryTiles(1, *[numbers] * 11)
@@ -543,29 +543,6 @@ def test_rounds_of_xla_take_as_many_blocks_as_512_keys_have_within_their_memory(
 
 
 @needs_mosaic
-def test_lanes_take_all_thread_blocks_that_the_gpu_has_at_once(monkeypatch) -> None:
-    from pallas_kernels._paged_attention import mla_decode, mosaic
-
-    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 13 * per_sm)
-    for kv_heads, group in itertools.product((1, 2, 8, 40), (1, 8)):
-        rule = rule_of("all keys").replace(kv_heads=kv_heads, group=group)
-        decode = mosaic._decode_shape(call_of(rule, "bfloat16"), rule, 8)
-        assert decode.num_workers == max(1, 13 * decode.thread_blocks_per_sm // kv_heads)
-    for blocks_of_rows in (1, 2, 8, 16):
-        latents = decode._replace(rows=64 * blocks_of_rows)
-        assert mla_decode.num_workers(latents) == max(1, 13 // blocks_of_rows)
-
-
-@needs_mosaic
-def test_thread_blocks_are_paired_where_each_loads_half_of_whole_granules() -> None:
-    from pallas_kernels._paged_attention.mla_decode import is_paired
-
-    for rows, granule in itertools.product((64, 128, 192, 256), (8, 16, 24, 32, 64)):
-        shape: Any = types.SimpleNamespace(rows=rows, steps=types.SimpleNamespace(granule=granule))
-        assert is_paired(shape) == (rows // 64 in (2, 4) and granule // 2 % 8 == 0)
-
-
-@needs_mosaic
 @pytest.mark.parametrize("group", [1, 3])
 def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(group: int) -> None:
     from pallas_kernels._paged_attention.prefill import _Prefiller
@@ -628,7 +605,7 @@ def check_splits(whole: PrefillTile, parts: list[PrefillTile]) -> None:
 
 
 def check_halves(tiles: QueryTiles, halves: Any, places: Any, counts: Any) -> None:
-    """Checks that each query of a divided tile is combined once, from its row of the segments."""
+    """Checks that each query of a divided tile is combined once, from its row of the splits."""
     found = np.asarray(halves)
     combined = list[tuple[int, int, int]]()
     queries = {int(place): int(n) for place, n in zip(places, tiles.counts, strict=True)}
@@ -679,32 +656,6 @@ def test_as_many_heads_come_together_as_the_cache_holds_of_requests_with_tiles(
         monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", fit * tokens * rule.row_width * 2)
         found = PrefillTile(*prefill_tiles(arrays, rule, tiles, KEYS)[0])
         assert found.heads_together == (together if tokens else kv_heads)
-
-
-def test_padding_takes_no_part_of_the_lanes() -> None:
-    rule = rule_of("all keys")
-    arrays = next(batches(rule, each_one=True))
-    lens = as_ids([700, 300, 0, 0])
-    full, few = (
-        share_out(
-            one_query_each(
-                arrays._replace(
-                    queries=arrays.queries[:count],
-                    block_tables=arrays.block_tables[:count],
-                    seq_lens=lens[:count],
-                    chunk_offsets=arrays.chunk_offsets[:count],
-                ),
-                rule,
-            ),
-            8,
-            np.int32(count),
-        )
-        for count in (BATCH, 2)
-    )
-    assert (full.workers == few.workers).all()
-    splits = Tile._fields.index("num_splits")
-    assert full.tiles[:2, splits].tolist() == few.tiles[:, splits].tolist()
-    assert full.tiles[2:, splits].tolist() == [0, 0]
 
 
 @needs_mosaic

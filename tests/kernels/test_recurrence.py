@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -371,22 +372,15 @@ DRAFTS = (
 @given(seed=st.integers(0, 99))
 def test_a_step_moves_each_state_by_one_token(implementation, layer, seed) -> None:
     ids = choose_ids(seed, 3, 1)
+    # Requests that neither read nor write a page are padding: theirs get one to write.
+    spare = iter(
+        [page for page in range(PAGES) if page not in [*ids["read_ids"], *ids["write_ids"]]]
+    )
+    for i, (read, write) in enumerate(zip(ids["read_ids"], ids["write_ids"][:, 0], strict=True)):
+        if not (0 <= read < PAGES or 0 <= write < PAGES):
+            ids["write_ids"][i] = next(spare)
     given = make(layer, [1] * 3, 3, seed, write_after=as_ids([[1]] * 3), **ids)
-    idle = [
-        i
-        for i in range(3)
-        if not {0 <= given.read_ids[i] < PAGES, 0 <= given.write_ids[i, 0] < PAGES} & {True}
-    ]
-    check_step = given if not idle else without(given, idle)
-    check(layer, check_step, implementation, ragged=False, most=None)
-
-
-def without(given: Arrays, idle: list[int]) -> Arrays:
-    """Gives requests that neither read nor write a page to write: theirs are padding."""
-    write_ids = given.write_ids.copy()
-    spare = [p for p in range(PAGES) if p not in {*given.read_ids, *write_ids.reshape(-1)}]
-    write_ids[idle, 0] = spare[: len(idle)]
-    return given._replace(write_ids=write_ids)
+    check(layer, given, implementation, ragged=False, most=None)
 
 
 NAMES = ["float32", "bfloat16", "float16"]
@@ -435,31 +429,21 @@ def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) ->
 
 
 @needs_mosaic
-def test_a_convolution_is_fused_if_its_inputs_lie_in_the_extents_of_the_states() -> None:
+@pytest.mark.parametrize("other", ["", "first", "num_pages", "page_step", "data", "traced"])
+def test_a_convolution_is_fused_if_its_inputs_lie_in_the_extents_of_the_states(other: str) -> None:
     rule = Rule(1, 1, 128, 128, True, True, 1.0, values_first=False)
-    data: Any = jax.ShapeDtypeStruct((9, 2**20), jnp.uint8)
-    states = StatePages(data, "float32", (1, 128, 128), 9, start=2**18)
-    windows = StatePages(data, "float32", (2, rule.columns), 9)
+    data, again = (jax.ShapeDtypeStruct((9, 2**20), jnp.uint8) for _ in range(2))
+    first = np.zeros(()), np.zeros(())  # as traced: equal only if they are one
+    states: Any = StatePages(data, "float32", (1, 128, 128), 9, first=first[0], start=2**18)
+    windows: Any = StatePages(data, "float32", (2, rule.columns), 9, first=first[0])
+    changed = {"first": 3, "num_pages": 8, "page_step": 2, "data": again, "traced": first[1]}
+    field = "first" if other == "traced" else other
+    windows = windows._replace(**{field: changed[other]} if other else {})
     given: Any = jax.ShapeDtypeStruct((200,), jnp.int32)
     written: Any = jax.ShapeDtypeStruct((200, 1), jnp.int32)
-    weights: Any = jax.ShapeDtypeStruct((3, rule.columns), jnp.float32)
-    first: Any = np.zeros(())
-
-    def is_fused(states: StatePages, **others: Any) -> bool:
-        conv = Convolution(windows._replace(**others), weights)
-        return step.can_fuse(
-            rule, Tokens(given, given, given, states), Requests(given, written), conv
-        )
-
-    assert is_fused(states) and is_fused(states._replace(first=first), first=first)
-    others = {
-        "first": 3,
-        "num_pages": 8,
-        "page_step": 2,
-        "data": jax.ShapeDtypeStruct((9, 2**20), jnp.uint8),
-    }
-    assert not any(is_fused(states, **{name: value}) for name, value in others.items())
-    assert not is_fused(states._replace(first=first), first=np.zeros(()))
+    conv = Convolution(windows, jax.ShapeDtypeStruct((3, rule.columns), jnp.float32))
+    tokens = Tokens(given, given, given, states)
+    assert step.can_fuse(rule, tokens, Requests(given, written), conv) == (not other)
 
 
 @pytest.mark.parametrize(
@@ -505,21 +489,6 @@ def test_chunks_are_equal_to_tokens_one_by_one(layer, counts, seed) -> None:
     after = choose_ends(seed, counts, beyond=3)
     given = make(layer, counts, 200, seed, write_after=after, **choose_ids(seed, 3, 2))
     check(layer, given, "xla", in_chunks=True, ragged=True, most=None)
-
-
-@needs_mosaic
-def test_decodes_and_prompts_go_together_through_the_kernels() -> None:
-    layer = Layer(width=4)
-    given = make(
-        layer,
-        [1, 70, 1],
-        80,
-        0,
-        read_ids=as_ids([1, 2, -1]),
-        write_ids=as_ids([[1], [5], [3]]),
-        write_after=as_ids([[1], [70], [1]]),
-    )
-    check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=None)
 
 
 PROMPTS_IN_KERNELS = (
@@ -612,32 +581,23 @@ def test_a_turn_keeps_the_states_of_all_requests_that_go_on(counts: list[int], s
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_padding_gives_zeros(implementation: str) -> None:
-    ids = {"read_ids": as_ids([1, PAGES, 2]), "write_ids": as_ids([[1], [PAGES], [2]])}
-    given = make(STEPS[0], [1] * 3, 3, 0, write_after=as_ids([[1]] * 3), **ids)
-    given.inputs[1] = np.nan
-    with kernels_run():
-        how = {"ragged": False, "most": None, "implementation": implementation}
-        outputs = np.asarray(run(STEPS[0], given, **how)[1])
-    assert np.isfinite(outputs).all() and outputs[[0, 2]].any() and not outputs[1].any()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_convolution_of_padding_gives_zeros(implementation: str) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["with states", "a convolution alone"])
+def test_padding_gives_zeros(alone: bool, implementation: str) -> None:
     """One request only writes, one only reads, and one is padding."""
-    layer = Layer(key_heads=1, value_heads=2, width=4, bias=True)
-    read_ids, write_ids = as_ids([-1, 1, -1]), as_ids([2, PAGES, PAGES])
-    ids = {"read_ids": read_ids, "write_ids": write_ids[:, None]}
+    layer = Layer(width=4, bias=True) if alone else STEPS[0]
+    ids = {"read_ids": as_ids([-1, 1, -1]), "write_ids": as_ids([[2], [PAGES], [PAGES]])}
     given = make(layer, [1, 1], 3, 0, write_after=as_ids([[1]] * 3), **ids)
 
     @jax.jit
-    def convolved(given: Arrays) -> Any:
+    def outputs_of(given: Arrays) -> Any:
+        if not alone:
+            return call(layer, given, ragged=False, most=None, implementation=implementation)[1]
         conv = Convolution(pages_of(layer, given.data)[1], given.weights, given.bias)
-        requests = RequestStates(read_ids, write_ids)
+        requests = RequestStates(given.read_ids, given.write_ids[:, 0])
         return causal_conv1d(given.inputs, conv, requests, implementation=implementation)[1]
 
     with kernels_run():
-        outputs = np.asarray(convolved(jax.tree.map(jnp.array, given)))
+        outputs = np.asarray(outputs_of(jax.tree.map(jnp.array, given))).reshape(3, -1)
     assert np.isfinite(outputs).all() and outputs[:2].any(axis=1).all() and not outputs[2].any()
 
 
@@ -775,167 +735,131 @@ def arguments_of(changed: dict[str, Any], good: dict[str, Any] = GOOD) -> dict[s
 
 
 IDS = as_ids([0, 1])
-WINDOWS = StatePages(GOOD["states"].data, jnp.float32, (3, 256), 9)
+STATES = GOOD["states"]
+WINDOWS = StatePages(STATES.data, jnp.float32, (3, 256), 9)
+TAPS, INTS = jnp.ones((4, 256)), functools.partial(jnp.zeros, dtype=jnp.int32)
+
+
+def refused_states() -> Iterator[tuple[str, Any, type, str]]:
+    """States that do not lie in their data, or have no such dtype."""
+    for fields, text in (
+        ({"start": 4}, "must lie within its extent"),
+        ({"start": -4}, "must lie within its extent"),
+        ({"num_pages": -1}, "states.num_pages=-1 must be an int"),
+        ({"num_pages": 2.0}, "states.num_pages=2.0 must be an int"),
+        ({"page_step": 0}, "states.page_step=0 must be an int"),
+        ({"num_pages": 10}, "in extents 0 to 9, and"),
+        ({"first": 1}, "in extents 1 to 9, and"),
+        ({"first": -1}, "in extents -1 to 7, and"),
+        ({"first": 2, "page_step": 2, "num_pages": 5}, "in extents 2 to 10, and"),
+        ({"shape": (2, 64)}, "must have 3 sizes"),
+        ({"shape": (2, 0, 64)}, "3 sizes of at least 1"),
+        ({"data": jnp.zeros((9, 16384), jnp.bfloat16)}, "states.data must be"),
+        ({"data": jnp.zeros((9, 2, 8192))}, "states.data must be"),
+        ({"data": jnp.zeros((9, 40000), jnp.uint8), "start": 2}, "multiple of the element size"),
+    ):
+        yield "states", STATES._replace(**fields), ValueError, text
+    yield "states", STATES._replace(dtype=jnp.int8), TypeError, "states.dtype must be one of"
+    yield "states", STATES._replace(dtype="x"), TypeError, "dtype must be one of .* got 'x'"
+    yield "states", 5, TypeError, "states must be of type StatePages, got int"
+
+
+def refused_convolutions() -> Iterator[tuple[str, Any, type, str]]:
+    lone, wide = WINDOWS._replace(data=jnp.zeros((9, 8192))), WINDOWS._replace(shape=(4, 256))
+    half, bytewise = WINDOWS._replace(shape=(3, 128)), WINDOWS._replace(dtype=jnp.int8)
+    within = "convolution.pages has pages in extents 0 to 9, and convolution.pages.data has 9"
+    for conv, error, text in (
+        (5, TypeError, "convolution must be of type Convolution, got int"),
+        (Convolution(5, TAPS), TypeError, "must be of type StatePages"),
+        (Convolution(bytewise, TAPS), TypeError, "convolution.pages.dtype must be one of"),
+        (Convolution(WINDOWS, INTS((4, 256))), TypeError, "convolution.weights must be one"),
+        (Convolution(WINDOWS, TAPS, INTS(256)), TypeError, "convolution.bias must be one"),
+        (Convolution(WINDOWS._replace(num_pages=10), TAPS), ValueError, within),
+        (Convolution(wide, jnp.ones((5, 256))), ValueError, "with a width of 2 to 4"),
+        (Convolution(WINDOWS, jnp.ones((3, 256))), ValueError, r"want \(4, 256\)"),
+        (Convolution(WINDOWS, TAPS, jnp.ones((1, 256))), ValueError, "convolution.bias has shape"),
+        (Convolution(half, jnp.ones((4, 128))), ValueError, r"convolution wants \[T, 128\]"),
+        (Convolution(lone, TAPS), ValueError, "must be the very array"),
+    ):
+        yield "convolution", conv, error, text
+
+
 BAD = [
     ("inputs", None, TypeError, "inputs must be an array of numbers, got NoneType"),
+    ("inputs", jnp.ones((3, 250)), ValueError, r"want \[T, 256\]"),
+    ("inputs", jnp.ones((256,)), ValueError, r"want \[T, 256\]"),
+    ("inputs", jnp.ones((3, 256), jnp.int8), TypeError, "inputs must be one of float32"),
+    ("inputs", jnp.ones((4, 256)), ValueError, "log_decay has shape"),
     ("requests", 5, TypeError, "requests must be of type RequestStates, got int"),
-    ("states", 5, TypeError, "states must be of type StatePages, got int"),
-    ("scale", "x", ValueError, "scale='x' must be a finite number, or None"),
     ("scale", "1.5", ValueError, "scale='1.5' must be a finite number, or None"),
     ("scale", float("inf"), ValueError, "scale=inf must be a finite number, or None"),
     ("scale", 10**400, ValueError, "0 must be a finite number, or None"),
     ("normalize", 1, TypeError, "normalize must be of type bool, got int"),
-    ("inputs", [[1.0], [1.0, 2.0]], TypeError, "inputs must be an array of numbers, got list"),
-    ("convolution", 5, TypeError, "convolution must be of type Convolution, got int"),
     ("implementation", "triton", ValueError, "implementation='triton'; use one of"),
-    ("inputs", jnp.ones((3, 250)), ValueError, r"want \[T, 256\]"),
-    ("inputs", jnp.ones((3, 256), jnp.int8), TypeError, "inputs must be one of float32"),
-    ("inputs", jnp.ones((4, 256)), ValueError, "log_decay has shape"),
     ("log_decay", jnp.ones((3, 4)), ValueError, r"wants \(3, 2\) or \(3, 2, 64\)"),
+    ("log_decay", INTS((3, 2)), TypeError, "log_decay must be one of float32"),
     ("beta", jnp.ones((3, 1)), ValueError, "beta has shape"),
-    *(
-        ("num_key_heads", heads, ValueError, f"num_key_heads={heads} must be an int that divides")
-        for heads in (3, 0, -1, 1.0)
-    ),
-    ("log_decay", jnp.zeros((3, 2), jnp.int32), TypeError, "log_decay must be one of float32"),
-    ("beta", jnp.ones((3, 2), jnp.int32), TypeError, "beta must be one of float32"),
+    ("beta", INTS((3, 2)), TypeError, "beta must be one of float32"),
+    ("num_key_heads", 3, ValueError, "num_key_heads=3 must be an int that divides"),
+    ("num_key_heads", 0, ValueError, "num_key_heads=0 must be an int that divides"),
+    ("num_key_heads", 1.0, ValueError, "num_key_heads=1.0 must be an int that divides"),
     ("read_ids", jnp.zeros(3), TypeError, "read_ids must be int32"),
-    ("read_ids", jnp.zeros(2, jnp.int32), ValueError, r"write_ids must be int32\[2\]"),
+    ("read_ids", INTS(2), ValueError, r"write_ids must be int32\[2\]"),
     ("write_ids", np.zeros(3, np.int64), TypeError, "write_ids must be int32"),
-    ("write_ids", jnp.zeros((3, 2), jnp.int32), ValueError, "pass write_after"),
-    ("write_ids", jnp.zeros((3, 0), jnp.int32), ValueError, "write_ids has 0 pages"),
-    ("inputs", jnp.ones((256,)), ValueError, r"want \[T, 256\]"),
-    ("write_ids", jnp.zeros((2, 1), jnp.int32), ValueError, r"write_ids must be int32\[3, n\]"),
-    ("query_lens", jnp.zeros(2, jnp.int32), ValueError, r"query_lens must be int32\[3\]"),
-    ("write_after", jnp.zeros((3, 2), jnp.int32), ValueError, r"write_after must be int32\[3, 1\]"),
-    ("query_start_loc", jnp.zeros(3, jnp.int32), ValueError, "query_start_loc must be int32"),
+    ("write_ids", INTS((3, 2)), ValueError, "pass write_after"),
+    ("write_ids", INTS((3, 0)), ValueError, "write_ids has 0 pages"),
+    ("write_ids", INTS((2, 1)), ValueError, r"write_ids must be int32\[3, n\]"),
+    ("query_lens", INTS(2), ValueError, r"query_lens must be int32\[3\]"),
+    ("write_after", INTS((3, 2)), ValueError, r"write_after must be int32\[3, 1\]"),
+    ("query_start_loc", INTS(3), ValueError, "query_start_loc must be int32"),
     ("max_query_len", 0, ValueError, "max_query_len=0 must be an int of at least 1"),
     ("max_query_len", 1.5, ValueError, r"max_query_len=1\.5 must be an int of at least 1"),
     ("out_dtype", "x", TypeError, "out_dtype must be one of float32, bfl.*, got 'x'"),
-    ("out_dtype", jnp.int8, TypeError, "out_dtype must be one of float32, bfl.*, got int8"),
-    *(
-        ("states", GOOD["states"]._replace(start=start), ValueError, "must lie within its extent")
-        for start in (4, -4)
-    ),
-    *(
-        ("states", GOOD["states"]._replace(**{field: count}), ValueError, f"states.{field}={count}")
-        for field, counts in {"num_pages": (-1, 2.0), "page_step": (0, -1, 1.0)}.items()
-        for count in counts
-    ),
-    *(
-        ("states", GOOD["states"]._replace(**places), ValueError, f"in extents {text}, and")
-        for text, places in {
-            "0 to 9": {"num_pages": 10},
-            "1 to 9": {"first": 1},
-            "-1 to 7": {"first": -1},
-            "0 to 16": {"page_step": 2},
-            "2 to 10": {"first": 2, "page_step": 2, "num_pages": 5},
-        }.items()
-    ),
-    (
-        "convolution",
-        Convolution(WINDOWS._replace(num_pages=10), jnp.ones((4, 256))),
-        ValueError,
-        "convolution.pages has pages in extents 0 to 9, and convolution.pages.data has 9",
-    ),
-    (
-        "states",
-        StatePages(jnp.zeros((9, 40000), jnp.uint8), jnp.float32, (2, 64, 64), 9, start=2),
-        ValueError,
-        "start be a multiple of the element size",
-    ),
-    ("states", GOOD["states"]._replace(dtype=jnp.int8), TypeError, "states.dtype must be one of"),
-    ("states", GOOD["states"]._replace(dtype="x"), TypeError, "dtype must be one of .* got 'x'"),
-    ("states", GOOD["states"]._replace(shape=(2, 64)), ValueError, "must have 3 sizes"),
-    ("states", GOOD["states"]._replace(shape=(2, 0, 64)), ValueError, "3 sizes of at least 1"),
-    *(
-        ("states", GOOD["states"]._replace(data=data), ValueError, "states.data must be")
-        for data in (jnp.zeros((9, 16384), jnp.bfloat16), jnp.zeros((9, 2, 8192)))
-    ),
-    ("convolution", Convolution(5, jnp.ones((4, 256))), TypeError, "must be of type StatePages"),
-    (
-        "convolution",
-        Convolution(WINDOWS._replace(dtype=jnp.int8), jnp.ones((4, 256))),
-        TypeError,
-        "convolution.pages.dtype must be one of",
-    ),
-    *(
-        ("convolution", Convolution(WINDOWS, *taps), TypeError, f"convolution.{name} must be one")
-        for name, taps in {
-            "weights": [jnp.ones((4, 256), jnp.int32)],
-            "bias": [jnp.ones((4, 256)), jnp.ones(256, jnp.int32)],
-        }.items()
-    ),
-    *(
-        (
-            "convolution",
-            Convolution(WINDOWS._replace(shape=(width - 1, 256)), jnp.ones((width, 256))),
-            ValueError,
-            r"\[width, channels\], with a width of 2 to 4",
-        )
-        for width in (5, 6)
-    ),
-    ("convolution", Convolution(WINDOWS, jnp.ones((3, 256))), ValueError, r"want \(4, 256\)"),
-    (
-        "convolution",
-        Convolution(WINDOWS, jnp.ones((4, 256)), jnp.ones((1, 256))),
-        ValueError,
-        "convolution.bias has shape",
-    ),
-    (
-        "convolution",
-        Convolution(WINDOWS._replace(shape=(3, 128)), jnp.ones((4, 128))),
-        ValueError,
-        r"the convolution wants \[T, 128\]",
-    ),
-    (
-        "convolution",
-        Convolution(WINDOWS._replace(data=jnp.zeros((9, 8192))), jnp.ones((4, 256))),
-        ValueError,
-        "must be the very array",
-    ),
+    *refused_states(),
+    *refused_convolutions(),
 ]
-
-
-@pytest.mark.parametrize(("name", "value", "error", "text"), BAD)
-def test_bad_arguments_are_refused_by_name(name, value, error, text) -> None:
-    with pytest.raises(error, match=text):
-        gated_delta_rule(**arguments_of({name: value}))
+BAD_SCANS = [
+    ("values_first", 1, TypeError, "values_first must be of type bool, got int"),
+    ("num_groups", 3, ValueError, "num_groups=3 must be an int that divides the 2 heads"),
+    ("log_decay", jnp.zeros((3, 2, 64)), ValueError, r"log_decay has .* wants \(3, 2\)$"),
+    ("steps", jnp.ones((3, 1)), ValueError, "steps has shape"),
+    ("steps", INTS((3, 2)), TypeError, "steps must be one of float32"),
+    ("requests", RequestStates(IDS, IDS), ValueError, "3 tokens for 2 requests"),
+]
+GOOD_SCAN = {name: GOOD[name] for name in ("inputs", "log_decay", "states", "requests")}
+GOOD_SCAN |= {"steps": GOOD["beta"], "num_groups": 1}
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "text"),
-    [
-        ({"values_first": 1}, TypeError, "values_first must be of type bool, got int"),
-        ({"num_groups": 3}, ValueError, "num_groups=3 must be an int that divides the 2 heads"),
-        ({"log_decay": jnp.zeros((3, 2, 64))}, ValueError, r"log_decay has .* wants \(3, 2\)$"),
-        ({"steps": jnp.ones((3, 1))}, ValueError, "steps has shape"),
-        ({"steps": jnp.ones((3, 2), jnp.int32)}, TypeError, "steps must be one of float32"),
-        ({"requests": RequestStates(IDS, IDS)}, ValueError, "3 tokens for 2 requests"),
-    ],
+    ("kernel", "name", "value", "error", "text"),
+    [*((gated_delta_rule, *bad) for bad in BAD), *((selective_scan, *bad) for bad in BAD_SCANS)],
 )
-def test_bad_arguments_of_a_scan_are_refused_by_its_names(changed, error, text) -> None:
-    good = {name: GOOD[name] for name in ("inputs", "log_decay", "states", "requests")}
+def test_bad_arguments_are_refused_by_name(kernel, name, value, error, text) -> None:
+    good = GOOD if kernel is gated_delta_rule else GOOD_SCAN
     with pytest.raises(error, match=text):
-        selective_scan(**good | {"steps": GOOD["beta"], "num_groups": 1} | changed)
+        kernel(**arguments_of({name: value}, good))
 
 
-def test_several_pages_of_single_tokens_need_no_starts() -> None:
-    ids = {"read_ids": as_ids([1, 2, 3]), "write_ids": as_ids([[4, 5], [6, 7], [8, 0]])}
-    ids["write_after"] = as_ids([[0, 1], [1, 2], [1, 0]])
-    found = jax.jit(lambda: gated_delta_rule(**arguments_of(ids)))()
-    last = {"read_ids": ids["read_ids"], "write_ids": as_ids([5, 6, 8])}
-    wanted = jax.jit(lambda: gated_delta_rule(**arguments_of(last)))()
-    for array, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(array, other, rtol=1e-4)
+@pytest.mark.parametrize(
+    ("given", "equal"),
+    [
+        (
+            {"write_ids": [[4, 5], [6, 7], [8, 0]], "write_after": [[0, 1], [1, 2], [1, 0]]},
+            {"write_ids": [5, 6, 8]},
+        ),
+        (
+            {"write_ids": [4, 5, 6], "query_lens": [1, 0, 1]},
+            {"read_ids": [1, -1, 3], "write_ids": [4, -1, 6]},
+        ),
+    ],
+    ids=["several pages", "a request without a token"],
+)
+def test_requests_of_single_tokens_need_no_starts(given: Any, equal: Any) -> None:
+    def run_with(fields: dict[str, Any]) -> Any:
+        fields = {name: as_ids(ids) for name, ids in ({"read_ids": [1, 2, 3]} | fields).items()}
+        return jax.jit(lambda: gated_delta_rule(**arguments_of(fields)))()
 
-
-def test_requests_without_a_token_need_no_starts() -> None:
-    ids = {"read_ids": as_ids([1, 2, 3]), "write_ids": as_ids([4, 5, 6])}
-    lens = {"query_lens": as_ids([1, 0, 1])}
-    found = jax.jit(lambda: gated_delta_rule(**arguments_of(ids | lens)))()
-    ids = {name: np.where([0, 1, 0], as_ids(-1), of) for name, of in ids.items()}
-    wanted = jax.jit(lambda: gated_delta_rule(**arguments_of(ids)))()
+    found, wanted = run_with(given), run_with(equal)
     for array, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(array, other, rtol=1e-4)
 

@@ -209,7 +209,7 @@ def several_rounds() -> Iterator[None]:
 
 @pytest.fixture
 def small_gpu(monkeypatch) -> None:
-    """A GPU of few thread blocks whose segments are short."""
+    """A GPU of few thread blocks whose splits are short."""
     from pallas_kernels import _mosaic
 
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
@@ -223,7 +223,7 @@ def small_gpu(monkeypatch) -> None:
 @pytest.mark.usefixtures("small_gpu")
 def test_mosaic_gives_a_token_the_same_bits_in_interpret_mode() -> None:
     """Among decodes only: products of other shapes have other bits on a CPU, not on a GPU."""
-    case = Case(((2, 0, 3),), window=90, page_tokens=96)  # a segment ends within a page
+    case = Case(((2, 0, 3),), window=90, page_tokens=96)  # a split ends within a page
     attend = make_attend(case, "mosaic_gpu")
     one, other = (attend_at(case, Place(0, row, 200, 1, 3, first=row), attend) for row in range(2))
     assert one == other
@@ -253,7 +253,7 @@ def test_tables_that_begin_anywhere_have_each_page_in_one_place_of_a_segment(
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
 @needs_mosaic
 @pytest.mark.usefixtures("small_gpu")
-def test_segments_that_lanes_decide_are_found(monkeypatch) -> None:
+def test_splits_that_workers_decide_are_found(monkeypatch) -> None:
     """So the tests see a dependence on others, and splits are what it comes from."""
     from pallas_kernels._paged_attention import decode, mosaic
 
@@ -266,15 +266,15 @@ def test_segments_that_lanes_decide_are_found(monkeypatch) -> None:
 
 @needs_mosaic
 @pytest.mark.parametrize("latent", [False, True])
-def test_segments_have_the_same_sum_however_many_lanes_there_are(latent: bool, monkeypatch) -> None:
-    """Lanes come from the GPU and the batch, and decide how many segments are added at once."""
+def test_splits_have_the_same_sum_however_many_workers_there_are(latent: bool, monkeypatch) -> None:
+    """Workers come from the GPU and the batch, and decide how many splits are added at once."""
     from pallas_kernels._mosaic import written
     from pallas_kernels._paged_attention import combine
     from pallas_kernels._paged_attention.decode_block import SINKS, Outputs
     from pallas_kernels._paged_attention.mla_combine import combine_latents
     from pallas_kernels._paged_attention.partial import PartialSoftmax
 
-    monkeypatch.setattr(combine, "ELEMENTS_TOGETHER", 256)  # 2 or 4 segments
+    monkeypatch.setattr(combine, "ELEMENTS_TOGETHER", 256)  # 2 or 4 splits
     rng, width = np.random.default_rng(0), 128
     rows, count = (2, 4) if latent else (8, 6)
     rule = rule_of("all keys").replace(group=rows, value_width=width, reproducible=True)

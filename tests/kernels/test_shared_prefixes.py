@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Interleaving, SharedPrefixes, _capability
+from pallas_kernels import Interleaving, SharedPrefixes
 from pallas_kernels._paged_attention import shared as shared_tiles
 from pallas_kernels._paged_attention.prefill_tasks import PrefillTile, has_holes
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.kernels import calls
 from tests.kernels.test_attention_tasks import FIRST_ROW, batches, rule_of
-from tests.kernels.test_paged_attention import (
+from tests.kernels.test_paged_attention import lower
+from tests.reference_attention import (
     PACKED,
     Arguments,
     Case,
     check_output,
-    lower,
+    interpret_on_a_small_gpu,
     make,
-    poison_outputs,
 )
 
 GROUPS, STEP = 3, 64  # that there is room for; tokens that are shared or not together
@@ -191,7 +191,7 @@ def test_a_tile_has_as_many_requests_as_fit_its_rows_and_at_least_one(latent: bo
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(workers: int) -> None:
+def test_splits_take_each_step_of_a_shared_part_once_and_are_equally_long(workers: int) -> None:
     rule, keys = rule_of("all keys").replace(group=3, kv_heads=2), 128
     zeros, forms = as_ids([0] * 4), list(batches(rule, each_one=True))
 
@@ -255,13 +255,7 @@ FOREST = Forest([200, 0, 195, 199], [[3, 0, 2], [1]], [194, 0], seed=1)
 @pytest.fixture
 def small_gpu(monkeypatch) -> None:
     """A GPU of few thread blocks, and tiles of few requests."""
-    from pallas_kernels import _mosaic
-
-    poison_outputs(monkeypatch)
-    monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
-    # Of few steps each where nobody may miss the last arrival at a barrier.
-    thread_blocks = 3 if HAS_LATE_BARRIERS else 8
-    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
+    interpret_on_a_small_gpu(monkeypatch)
     monkeypatch.setattr(shared_tiles, "tile_size", lambda _: 2)
 
 
