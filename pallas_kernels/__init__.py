@@ -1,8 +1,14 @@
 """GPU kernels over plain arrays and block ids, independent of jaxkv.
 
-Each kernel has two implementations, between which ``implementation=`` chooses: Mosaic GPU, for
-NVIDIA GPUs with the instructions of the kernel (`default_implementation`), and XLA, which is the
-reference and runs everywhere. A kernel ignores block ids that are out of range, and treats all
+Each kernel has two implementations: Mosaic GPU, for NVIDIA GPUs with the instructions of the kernel
+(`default_implementation`), and XLA, which is the reference and runs everywhere.
+``implementation=`` chooses: ``"mosaic_gpu"``, ``"xla"``, or with None Mosaic GPU for arguments that
+it supports, if the program is compiled for a GPU that supports it, else XLA. ``"mosaic_gpu"``
+raises NotImplementedError for other arguments, for a jax that is too old, and for a GPU that does
+not run it; on other devices jax refuses to compile the kernel.
+
+Kernels work inside ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``), and write in
+place if their buffers are donated there. They ignore block ids that are out of range, and treat all
 other blocks alike, including block 0.
 
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.

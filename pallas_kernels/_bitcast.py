@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 
 def as_integers(pages: Array) -> Array:
@@ -33,5 +34,16 @@ def as_words(pages: Array, multiple: int = 0) -> Array:
 
 
 def from_words(words: Array, like: Array) -> Array:
-    """Undoes `as_words`: returns words as pages of the dtype and shape of ``like``."""
+    """Returns words, or elements of any dtype, as an array of the dtype and shape of ``like``."""
+    if words.dtype == like.dtype:
+        return words.reshape(like.shape)
     return lax.bitcast_convert_type(words, like.dtype).reshape(like.shape)
+
+
+def as_elements(data: Array, dtype: DTypeLike, shape: tuple[int, ...]) -> Array:
+    """Returns bytes, or narrower elements, as an array of a dtype and shape; no copy on GPUs."""
+    dtype, ratio = jnp.dtype(dtype), jnp.dtype(dtype).itemsize // data.dtype.itemsize
+    if data.dtype == dtype:
+        return data.reshape(shape)
+    split = (*shape, ratio) if ratio > 1 else shape
+    return lax.bitcast_convert_type(data.reshape(split), dtype)

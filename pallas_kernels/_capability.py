@@ -11,17 +11,8 @@ from pallas_kernels._arguments import check_choice, shown
 Implementation = Literal["mosaic_gpu", "xla"]
 
 DTYPES = (
-    "float32",
-    "int32",
-    "uint32",
-    "bfloat16",
-    "float16",
-    "int16",
-    "uint16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int8",
-    "uint8",
+    *("float32", "int32", "uint32", "bfloat16", "float16", "int16", "uint16"),
+    *("float8_e4m3fn", "float8_e5m2", "int8", "uint8"),
 )
 MIN_JAX = (0, 11)
 SMS_WITHOUT_GPU = 132  # an H100's and H200's

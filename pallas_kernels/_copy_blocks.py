@@ -41,8 +41,7 @@ def copy_blocks[T](
 
     A block is one index of an array's block axis. Block ``destinations[i]`` becomes what block
     ``sources[i]`` was before the call, for all ``i`` at once, so the order of pairs does not matter
-    in chains and swaps. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
-    ``check_vma=False``), and in place if the buffers are donated there.
+    in chains and swaps.
 
     Args:
       buffers: an array or a tree of arrays; any shape, real numeric dtype.
@@ -59,8 +58,7 @@ def copy_blocks[T](
         copy-on-write into fresh blocks. ``"mosaic_gpu"`` then needs one launch and no memory;
         otherwise two launches, and memory for K blocks of every buffer. If the promise is
         broken, a copy may mix old and new content.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for buffers whose dtype it
-        can store, if the program is compiled for a GPU that supports it; else XLA.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best; see `pallas_kernels`.
 
     Returns:
       The buffers, same tree, shapes and dtypes.
@@ -69,8 +67,7 @@ def copy_blocks[T](
       TypeError: ids that are not int32, or a buffer dtype that the implementation cannot store.
       ValueError: an unknown implementation, a block axis out of range, lists of
         different lengths, or trees that do not match.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, or a GPU that does not run
-        it. (On other devices jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` where it is not supported.
     """
     arguments = flatten_arguments(
         buffers, block_axis, num_ids, sources=sources, destinations=destinations

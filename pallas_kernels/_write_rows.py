@@ -39,9 +39,6 @@ def write_rows(
         rows = jnp.ones((2, 4))
         pages = pallas_kernels.write_rows(pages, block_ids, 4 * tokens, rows, align=4)
 
-    Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``), and in
-    place if the pages are donated there.
-
     Args:
       pages: any shape and dtype.
       block_ids: the page of each row. A row is ignored if its id is out of range, so lists can be
@@ -52,9 +49,8 @@ def write_rows(
       rows: in the dtype of ``pages``.
       align: a divisor of every offset, in elements. ``"mosaic_gpu"`` is fastest if ``align``, a row
         and a page are multiples of 16 bytes.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for rows of 512 bytes or more
-        of a dtype that it can store, if the program is compiled for a GPU that supports it; else
-        XLA.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best (XLA for rows of less than
+        512 bytes); see `pallas_kernels`.
 
     Returns:
       The pages, same shape and dtype.
@@ -63,8 +59,7 @@ def write_rows(
       TypeError: ids or offsets that are not int32, rows of another dtype than pages, or
         a dtype that the implementation cannot store.
       ValueError: an unknown implementation, shapes that do not fit, or ``align`` < 1.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, or a GPU that does not run
-        it. (On other devices jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` where it is not supported.
     """
     pages, rows = as_array("pages", pages), as_array("rows", rows)
     ids, offsets = as_ids(block_ids, "block_ids"), as_ids(offsets, "offsets")

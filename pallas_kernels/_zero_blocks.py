@@ -36,8 +36,7 @@ def zero_blocks[T](
         pool = pallas_kernels.zero_blocks(pool, ids)
 
     A block is one index of an array's block axis. All of its bytes become zero, including NaN, Inf
-    and padding. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
-    ``check_vma=False``), and in place if the buffers are donated there.
+    and padding.
 
     Args:
       buffers: an array or a tree of arrays; any shape, real numeric dtype.
@@ -48,8 +47,7 @@ def zero_blocks[T](
       num_ids: may be traced: only the first ``num_ids`` entries of every list count,
         and ``"mosaic_gpu"`` does no work for the rest. It is clamped to 0 and to the length of a
         list. None: all entries count.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for buffers whose dtype it
-        can store, if the program is compiled for a GPU that supports it; else XLA.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best; see `pallas_kernels`.
 
     Returns:
       The buffers, same tree, shapes and dtypes.
@@ -58,8 +56,7 @@ def zero_blocks[T](
       TypeError: ids that are not int32, or a buffer dtype that the implementation cannot store.
       ValueError: an unknown implementation, a block axis out of range, or trees that
         do not match.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, or a GPU that does not run
-        it. (On other devices jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` where it is not supported.
     """
     arguments = flatten_arguments(buffers, block_axis, num_ids, block_ids=block_ids)
     zeroed = run(

@@ -53,8 +53,7 @@ def paged_attention(
     One call serves decodes, drafts, chunks of prompts and whole prompts, in any mixture. A query
     sees the keys of its own request up to its own position, which must be in the pages already.
     Bytes that no query sees never reach the output, whatever they are (NaN, Inf): bytes at and past
-    a request's length, below its window, and in pages of other requests. Works inside your
-    ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``). One compilation serves all
+    a request's length, below its window, and in pages of other requests. One compilation serves all
     lengths, and no temporary grows with the pages.
 
     Args:
@@ -69,8 +68,7 @@ def paged_attention(
       value_scale: factor of the stored values, likewise.
       return_lse: also returns the log-sum-exp of the scores and sinks, to combine outputs over
         several parts of a sequence.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for arguments that it
-        supports, if the program is compiled for a GPU that supports it; else XLA.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best; see `pallas_kernels`.
 
     Returns:
       The output, zeros for padding and for queries that see no key. With ``return_lse`` a pair: the
@@ -80,9 +78,7 @@ def paged_attention(
       TypeError: a dtype that is not listed above.
       ValueError: shapes that do not fit, a window, chunk or cap that is not positive, a window or
         chunk with ``interleaving`` or without ``causal``, an unknown implementation.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, a GPU that does not run it,
-        or arguments that it does not support. (On other devices jax itself refuses to compile the
-        kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` where it is not supported.
     """
     config, arrays = check_arguments(
         queries, pages, requests, rule, sinks, key_scale=key_scale, value_scale=value_scale

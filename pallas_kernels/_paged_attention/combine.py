@@ -17,7 +17,7 @@ from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store
 from pallas_kernels._paged_attention.common import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.rule import Config
-from pallas_kernels._paged_attention.tasks import Link, Tile
+from pallas_kernels._paged_attention.tasks import Link, Tile, load_row
 
 ROWS = 8  # of the output that a thread block computes
 # Several splits are loaded together, to overlap their latencies: a few by one warpgroup, for all
@@ -121,7 +121,7 @@ class CombineOperands(NamedTuple):
         if self.splits is not None:
             yield self.splits, Link(tile.first_split, tile.num_splits, jnp.int32(0))
         if self.linked is not None:
-            yield self.linked, Link.load(self.tiles, index)
+            yield self.linked, load_row(Link, self.tiles, index, len(Tile._fields))
 
 
 class _Scratch[T](NamedTuple):
@@ -179,7 +179,7 @@ class _Combiner:
         Args:
           finished: whether tiles of one split are left out.
         """
-        tile = Tile.load(self.operands.tiles, self.index)
+        tile = load_row(Tile, self.operands.tiles, self.index)
         is_left = (tile.num_splits != 1) | (not finished)
         # Loaded early to hide the latency.
         numbers = self.operands.numbers.at[self.head]

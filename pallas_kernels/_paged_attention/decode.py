@@ -34,7 +34,14 @@ from pallas_kernels._paged_attention.decode_block import (
 )
 from pallas_kernels._paged_attention.decode_steps import DecodeSteps, RunningSoftmax, Step
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.tasks import TaskMap, Tile, Worker, split_steps
+from pallas_kernels._paged_attention.tasks import (
+    TaskMap,
+    Tile,
+    Worker,
+    load_field,
+    load_row,
+    split_steps,
+)
 
 
 def decode(
@@ -104,11 +111,11 @@ class _Decoder(DecodeSteps):
     """The code of one thread block."""
 
     def run(self) -> None:
-        worker = Worker.load(self.operands.workers, self.worker)
+        worker = load_row(Worker, self.operands.workers, self.worker)
 
         @pl.loop(worker.first_tile, worker.last_tile + 1)
         def _(index: Array) -> None:
-            tile = Tile.load(self.operands.tiles, index)
+            tile = load_row(Tile, self.operands.tiles, index)
             begin = lax.max(worker.line_begin, tile.line_begin)
             num_steps = lax.min(worker.line_end, tile.line_end) - begin
             part = _Part(tile, index, tile.first_step + begin - tile.line_begin, num_steps)
@@ -175,7 +182,7 @@ class _Decoder(DecodeSteps):
         if outputs is None:
             self._store(number, running)
             return
-        is_whole = Tile.load_one(self.operands.tiles, part.index, "num_splits") == 1
+        is_whole = load_field(Tile, self.operands.tiles, part.index, "num_splits") == 1
         pl.when(is_whole)(lambda: self._finish(part, outputs, running))
         pl.when(~is_whole)(lambda: self._store(number, running))
 
@@ -199,7 +206,7 @@ class _Decoder(DecodeSteps):
         """Writes the staged rows that are queries of a tile to their tokens and heads."""
         group, staged, tiles = self.config.group, self.shape.staged, self.operands.tiles
         # Loaded again, to have more registers before.
-        first_token, count = [Tile.load_one(tiles, index, field) for field in ("token", "count")]
+        first_token, count = [load_field(Tile, tiles, index, field) for field in ("token", "count")]
         # Copies of 8 rows are in tiles 64 wide, into which some outputs do not divide.
         most = staged if self.config.value_width % 64 == 0 else 4
         together = math.gcd(group, staged, most)

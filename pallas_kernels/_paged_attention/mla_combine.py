@@ -14,7 +14,7 @@ from pallas_kernels._paged_attention.common import PartialSoftmax, add_up, norma
 from pallas_kernels._paged_attention.decode_block import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import SharedSplits
-from pallas_kernels._paged_attention.tasks import Link, TaskMap, Tile
+from pallas_kernels._paged_attention.tasks import Link, TaskMap, Tile, load_row
 
 # Splits that are loaded at once, because each load waits long for memory.
 FEW, MANY, MANY_PER_TILE = 2, 8, 4
@@ -70,7 +70,7 @@ class _Combiner:
         self.layout = plgpu.Layout.WG_STRIDED((config.value_width,), vec_size=vector)
 
     def run(self) -> None:
-        tile = Tile.load(self.operands.tiles, self.index)
+        tile = load_row(Tile, self.operands.tiles, self.index)
         # Loaded early to hide the latency.
         value_scale = self.operands.numbers[0, VALUE_SCALE]
         sinks = [self.operands.numbers[0, SINKS + row] for row in self.rows]

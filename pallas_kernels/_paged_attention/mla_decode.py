@@ -32,7 +32,7 @@ from pallas_kernels._paged_attention.mla_latents import (
     opaque_zero,
 )
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.tasks import STEP, TaskMap, Tile, Worker, split_steps
+from pallas_kernels._paged_attention.tasks import STEP, TaskMap, Tile, Worker, load_row, split_steps
 
 ROWS = 64  # of queries, in a thread block
 UNSEEN = -1e30  # a score below all others; -inf would need care in every step
@@ -184,7 +184,7 @@ class _KVSplit:
 
     def __init__(self, decoder: "_Decoder", index: Array) -> None:
         worker, self.index = decoder.worker, index
-        self.tile = tile = Tile.load(decoder.operands.tiles, index)
+        self.tile = tile = load_row(Tile, decoder.operands.tiles, index)
         self.begin = jnp.maximum(worker.line_begin, tile.line_begin)
         self.end = jnp.minimum(worker.line_end, tile.line_end)
         self.shift = tile.first_step - tile.line_begin  # from indices on the line to steps
@@ -235,7 +235,7 @@ class _Decoder:
         self.widened = self.latents if isinstance(self.latents, WidenedLatents) else None
         self.first_page_row = operands.first_row[0]
         self.number = lax.axis_index("worker")
-        self.worker = Worker.load(operands.workers, self.number)
+        self.worker = load_row(Worker, operands.workers, self.number)
         self.paired = is_paired(shape)
         row = lax.axis_index("row")
         if self.paired:

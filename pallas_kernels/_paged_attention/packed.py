@@ -4,7 +4,8 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
+
+from pallas_kernels._bitcast import as_elements
 
 RowPacking = Literal["fp8_ds_mla"]
 GROUP = 128  # values that share a scale
@@ -40,11 +41,13 @@ class PackedRow(NamedTuple):
     def unpack(self, rows: Array) -> Array:
         """Unpacks rows, uint8[..., row_bytes], into float32[..., latent + rotary]."""
         # Where a program packs what it unpacks, XLA for GPUs leaves out the rounding to fp8.
-        rows = lax.optimization_barrier(rows)
+        rows, leading = lax.optimization_barrier(rows), rows.shape[:-1]
         latent, scales, rotary = lax.split(rows, self._sizes(), axis=rows.ndim - 1)
         values = lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
-        values = values * jnp.repeat(_as_elements(scales, jnp.float32), GROUP, axis=-1)
-        rest = _as_elements(rotary, jnp.bfloat16).astype(jnp.float32)
+        values = values * jnp.repeat(
+            as_elements(scales, jnp.float32, (*leading, -1)), GROUP, axis=-1
+        )
+        rest = as_elements(rotary, jnp.bfloat16, (*leading, -1)).astype(jnp.float32)
         return jnp.concatenate([values, rest], axis=-1)
 
     def _sizes(self) -> tuple[int, int, int]:
@@ -55,9 +58,3 @@ class PackedRow(NamedTuple):
 def _as_bytes(array: Array) -> Array:
     data = lax.bitcast_convert_type(array, jnp.uint8)
     return data.reshape(*array.shape[:-1], -1)
-
-
-def _as_elements(data: Array, dtype: DTypeLike) -> Array:
-    """Returns bytes, uint8[..., n], as elements of a wider dtype."""
-    split = data.reshape(*data.shape[:-1], -1, jnp.dtype(dtype).itemsize)
-    return lax.bitcast_convert_type(split, jnp.dtype(dtype))

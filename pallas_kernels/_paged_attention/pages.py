@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Int32, Shaped
 
 from pallas_kernels._arguments import as_array
+from pallas_kernels._bitcast import as_elements
 from pallas_kernels._in_place import read_extents
 
 
@@ -98,13 +99,11 @@ class StridedPages(NamedTuple):
 
     def rows(self) -> Array:
         """Returns all rows of the data, [rows, row_width], without a copy on GPUs."""
-        return self._as_elements(self.data, (-1, self.row_width))
+        return as_elements(self.data, self.dtype, (-1, self.row_width))
 
     def rows_as(self, dtype: DTypeLike) -> Array:
         """Returns all rows, if they are bytes, as elements of another dtype."""
-        size = jnp.dtype(dtype).itemsize
-        split = (-1, self.row_width // size, size) if size > 1 else (-1, self.row_width)
-        return lax.bitcast_convert_type(self.data.reshape(split), jnp.dtype(dtype))
+        return as_elements(self.data, dtype, (-1, self.row_width // jnp.dtype(dtype).itemsize))
 
     def read(self, ids: Array) -> Array:
         """Reads the pages int32[...]: [..., tokens, kv_heads, width]; unspecified for bad ids."""
@@ -119,14 +118,8 @@ class StridedPages(NamedTuple):
         inner = (self.tokens, self.kv_heads, self.width)
         if self.heads_first:
             inner = (self.kv_heads, self.tokens, self.width)
-        rows = self._as_elements(data, (*ids.shape, *inner))
+        rows = as_elements(data, self.dtype, (*ids.shape, *inner))
         return jnp.swapaxes(rows, -3, -2) if self.heads_first else rows
-
-    def _as_elements(self, data: Array, shape: tuple[int, ...]) -> Array:
-        if data.dtype == self.dtype:
-            return data.reshape(shape)
-        split = (*shape, self.itemsize) if self.itemsize > 1 else shape
-        return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(self.dtype))
 
 
 def check_pages(pages: Array | StridedPages) -> StridedPages:

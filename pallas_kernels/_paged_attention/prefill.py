@@ -35,6 +35,7 @@ from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, PrefillTile
 from pallas_kernels._paged_attention.rule import Config
+from pallas_kernels._paged_attention.tasks import load_field, load_row
 
 WARPGROUPS = QUERIES // ROWS  # that compute
 STAGES = 2  # steps that are prefetched
@@ -287,7 +288,7 @@ class _Prefiller:
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
         self.num_blocks = lax.axis_size("block")
         self.num_tiles, self.heads_together = [
-            PrefillTile.load_one(self.arrays.tiles, 0, field)
+            load_field(PrefillTile, self.arrays.tiles, 0, field)
             for field in ("num_tiles", "heads_together")
         ]
         self.num_items = self.num_tiles * self.queries.shape[1]
@@ -311,7 +312,7 @@ class _Prefiller:
 
         def one(turn: Array, steps_before: Array) -> Array:
             is_item, index, head = self._locate_item(turn)
-            tile = PrefillTile.load(self.arrays.tiles, index)
+            tile = load_row(PrefillTile, self.arrays.tiles, index)
             kv_head = lax.div(head, self.config.group)
             first_row, column = self.steps.head(tile.first_row, kv_head)
             # Loaded early to hide the latency.
@@ -455,7 +456,7 @@ class _Prefiller:
 
         @pl.when(is_item)
         def _() -> None:
-            octet = self._octet(PrefillTile.load_one(self.arrays.tiles, index, "octet"))
+            octet = self._octet(load_field(PrefillTile, self.arrays.tiles, index, "octet"))
             source = self.queries.at[pl.ds(octet * 8, ROWS), head]
             target = self.smem.query.at[self.warpgroup]
             plgpu.copy_gmem_to_smem(source, target, self.smem.query_full.at[self.warpgroup])

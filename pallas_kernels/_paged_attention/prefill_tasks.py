@@ -3,9 +3,8 @@
 Few tiles of long requests would leave most of the GPU idle. So these are split, as in decoding.
 """
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int32
@@ -57,16 +56,6 @@ class PrefillTile(NamedTuple):
     num_tiles: Array
     heads_together: Array
     first_row: Array
-
-    @classmethod
-    def load(cls, tiles: jax.Ref, index: Array | int) -> Self:
-        """Loads a row of the tiles within a kernel."""
-        return cls(*[tiles[index, column] for column in range(len(cls._fields))])
-
-    @classmethod
-    def load_one(cls, tiles: jax.Ref, index: Array | int, field: str) -> Array:
-        """Loads one field of a row: fewer operations to compile."""
-        return tiles[index, cls._fields.index(field)]
 
 
 class TileSplits(NamedTuple):

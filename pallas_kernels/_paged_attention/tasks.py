@@ -63,16 +63,6 @@ class Tile(NamedTuple):
     num_splits: Array
     used_tokens: Array
 
-    @classmethod
-    def load(cls, tiles: jax.Ref, index: Array) -> Self:
-        """Loads a row of `TaskMap.tiles` within a kernel."""
-        return cls(*[tiles[index, column] for column in range(len(cls._fields))])
-
-    @classmethod
-    def load_one(cls, tiles: jax.Ref, index: Array, field: str) -> Array:
-        """Loads one field of a row: fewer operations to compile."""
-        return tiles[index, cls._fields.index(field)]
-
 
 class Link(NamedTuple):
     """Splits that a tile takes a part in, and its first row in them.
@@ -84,12 +74,6 @@ class Link(NamedTuple):
     num_splits: Array
     first_row: Array
 
-    @classmethod
-    def load(cls, tiles: jax.Ref, index: Array) -> Self:
-        """Loads the link of a tile within a kernel."""
-        first = len(Tile._fields)
-        return cls(*[tiles[index, first + column] for column in range(len(cls._fields))])
-
 
 class Worker(NamedTuple):
     """Columns of `TaskMap.workers`: the tiles of a worker, and its steps on the line."""
@@ -99,10 +83,18 @@ class Worker(NamedTuple):
     line_begin: Array
     line_end: Array
 
-    @classmethod
-    def load(cls, workers: jax.Ref, index: Array) -> Self:
-        """Loads a row of `TaskMap.workers` within a kernel."""
-        return cls(*[workers[index, column] for column in range(len(cls._fields))])
+
+def load_row[T: NamedTuple](
+    kind: type[T], table: jax.Ref, index: Array | int, first_column: int = 0
+) -> T:
+    """Loads a record from a row of a table of such records, within a kernel."""
+    columns = range(first_column, first_column + len(kind._fields))
+    return kind(*[table[index, column] for column in columns])
+
+
+def load_field(kind: type[NamedTuple], table: jax.Ref, index: Array | int, field: str) -> Array:
+    """Loads one field of a record: fewer operations to compile."""
+    return table[index, kind._fields.index(field)]
 
 
 class TaskMap(NamedTuple):

@@ -63,9 +63,6 @@ def gated_delta_rule(
     by itself if ``log_decay`` has key channels (Kimi Linear, arXiv:2510.26692). Products and sums
     are float32; in prompts, jax chooses their precision.
 
-    In place if ``states.data`` is donated. Works in ``jit``, ``scan`` and ``shard_map`` (with
-    ``check_vma=False``).
-
     Args:
       inputs: queries [key_heads * K], keys, and values [value_heads * V] side by side; value head h
         has key head ``h * key_heads // value_heads``.
@@ -151,13 +148,10 @@ def causal_conv1d(
     ``out[t] = sum_i weights[width - 1 - i] * inputs[t - i] + bias``, followed by SiLU if the
     convolution says so; inputs before the request's tokens come from its page.
 
-    In place if ``convolution.pages.data`` is donated.
-
     Args:
       convolution: pages, weights and bias.
       requests: the pages that each request reads and writes, and its tokens.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for arguments that it
-        supports, if the program is compiled for a GPU that supports it; else XLA.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best; see `pallas_kernels`.
 
     Returns:
       ``convolution.pages.data`` with the inputs written, and [T, channels] in the dtype of inputs:
@@ -166,8 +160,7 @@ def causal_conv1d(
     Raises:
       TypeError: ids that are not int32, a dtype that is not a float of 16 or 32 bits.
       ValueError: shapes that do not fit, or an unknown implementation.
-      NotImplementedError: ``"mosaic_gpu"`` with a jax that is too old, a GPU that does not run it,
-        or arguments that it does not support.
+      NotImplementedError: ``"mosaic_gpu"`` where it is not supported.
     """
     check_type(Convolution, convolution=convolution)
     inputs = as_array("inputs", inputs)

@@ -13,9 +13,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._bitcast import as_elements, from_words
 from pallas_kernels._mosaic import Ref, call_kernel, writable, written
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
-from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests
 
 
@@ -28,7 +28,7 @@ def convolve_step(
       most: most tokens of a request.
     """
     pages = conv.pages
-    extents = as_rows(pages.data, pages.dtype, pages.extent_bytes // pages.itemsize)
+    extents = as_elements(pages.data, pages.dtype, (-1, pages.extent_bytes // pages.itemsize))
     operands = [
         jnp.asarray(pages.first, jnp.int32).reshape(1),
         requests.read_ids,
@@ -47,7 +47,7 @@ def convolve_step(
         refs=[ref],
         out_type=[jax.ShapeDtypeStruct((inputs.shape[0], conv.weights.shape[1]), inputs.dtype)],
     )
-    return from_rows(written(ref), pages.data), out
+    return from_words(written(ref), pages.data), out
 
 
 def _num_parts(conv: Convolution) -> int:

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import _capability
+from pallas_kernels._bitcast import from_words
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.conv import convolve_step
 from pallas_kernels._recurrence.conv_xla import convolve_xla
 from pallas_kernels._recurrence.limits import MAX_STEP_TOKENS, why_not_convolution, why_not_prompt
-from pallas_kernels._recurrence.pages import from_rows
 from pallas_kernels._recurrence.prompt import GRANULE, run_prompts
 from pallas_kernels._recurrence.prompt_conv import convolve_prompts
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
@@ -63,10 +63,10 @@ def _run_chunks(
 ) -> tuple[Array, Array]:
     """Runs prompts by XLA on a GPU, where elements are scattered faster than their bytes."""
     data = tokens.states.data
-    tokens = tokens._replace(states=tokens.states.as_elements())
+    tokens = tokens._replace(states=tokens.states.typed())
     elements, longer = run_chunks(rule, tokens, requests, spans, outputs.dtype)
     is_covered = spans.cover(outputs.shape[0])[:, None, None]
-    return from_rows(elements, data), jnp.where(is_covered, longer, outputs)
+    return from_words(elements, data), jnp.where(is_covered, longer, outputs)
 
 
 def convolve_mosaic(
@@ -81,9 +81,9 @@ def convolve_mosaic(
       rows: of the outputs of prompts, at least T; None: T.
     """
     if why_not_convolution(conv):
-        typed = conv._replace(pages=conv.pages.as_elements())
+        typed = conv._replace(pages=conv.pages.typed())
         elements, out = convolve_xla(typed, inputs, requests)
-        return from_rows(elements, conv.pages.data), out
+        return from_words(elements, conv.pages.data), out
     if requests.spans is None or most <= MAX_STEP_TOKENS:
         return convolve_step(conv, inputs, requests, most)
     return convolve_prompts(conv, inputs, requests, rows or inputs.shape[0])

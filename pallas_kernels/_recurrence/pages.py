@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int32, Shaped
 
+from pallas_kernels._bitcast import as_elements
 from pallas_kernels._in_place import read_extents, write_extents
 
 
@@ -48,10 +49,10 @@ class StatePages(NamedTuple):
     def extent_bytes(self) -> int:
         return self.data.shape[1] * self.data.dtype.itemsize
 
-    def as_elements(self) -> Self:
+    def typed(self) -> Self:
         """Returns the same pages with ``data`` in their dtype: without a copy on GPUs."""
         width = self.extent_bytes // self.itemsize
-        return self._replace(data=as_rows(self.data, self.dtype, width))
+        return self._replace(data=as_elements(self.data, self.dtype, (-1, width)))
 
     def contains(self, ids: Array) -> Array:
         """Returns which ids are in range."""
@@ -62,7 +63,7 @@ class StatePages(NamedTuple):
         unit = self.data.dtype.itemsize
         columns = slice(self.start // unit, (self.start + self.num_bytes) // unit)
         data = read_extents(self.data, self._extents(ids), columns)
-        return self._as_elements(data, (*ids.shape, *self.shape))
+        return as_elements(data, self.dtype, (*ids.shape, *self.shape))
 
     def write(self, ids: Array, arrays: Array) -> Array:
         """Returns ``data`` with [N, *shape] written to pages int32[N]; bad ids write nothing."""
@@ -74,23 +75,3 @@ class StatePages(NamedTuple):
     def _extents(self, ids: Array) -> Array:
         """Returns the extents of pages; -1 for ids out of range."""
         return jnp.where(self.contains(ids), self.first + ids * self.page_step, -1)
-
-    def _as_elements(self, data: Array, shape: tuple[int, ...]) -> Array:
-        if data.dtype == self.dtype:
-            return data.reshape(shape)
-        return lax.bitcast_convert_type(data.reshape(*shape, self.itemsize), jnp.dtype(self.dtype))
-
-
-def as_rows(data: Array, dtype: DTypeLike, width: int) -> Array:
-    """Returns ``data`` as rows of elements of a wider dtype, or its own, without a copy on GPUs."""
-    dtype, size = jnp.dtype(dtype), jnp.dtype(dtype).itemsize // data.dtype.itemsize
-    if data.dtype == dtype:
-        return data.reshape(-1, width)
-    return lax.bitcast_convert_type(data.reshape(-1, width, size), dtype)
-
-
-def from_rows(rows: Array, like: Array) -> Array:
-    """Undoes `as_rows`."""
-    if rows.dtype == like.dtype:
-        return rows.reshape(like.shape)
-    return lax.bitcast_convert_type(rows, like.dtype).reshape(like.shape)

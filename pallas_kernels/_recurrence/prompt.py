@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels._bitcast import as_elements, from_words
 from pallas_kernels._mosaic import writable, written
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
-from pallas_kernels._recurrence.pages import StatePages, as_rows, from_rows
+from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.prompt_parts import find_parts
 from pallas_kernels._recurrence.prompt_shape import PromptShape
 from pallas_kernels._recurrence.prompt_states import CARRIED, NOTHING, pass_states
@@ -47,7 +48,7 @@ def run_prompts(
     gates = _gates(tokens, rows, per_key)
     per_channel = log_decay.astype(jnp.float32) if per_key else None
     decay = _chunk_decay(tokens, rows) if per_key else None
-    pages = writable(as_rows(states.data, states.dtype, rule.key_size))
+    pages = writable(as_elements(states.data, states.dtype, (-1, rule.key_size)))
     out = writable(outputs)
     carried = jnp.zeros((heads * rule.value_size, rule.key_size), jnp.float32)
     # Jitted functions, so that turns share one trace and one lowering.
@@ -58,7 +59,7 @@ def run_prompts(
         runs = _runs(states, requests, chunks, first, size)
         decay_of_turn = None if decay is None else decay[mine]
         carried = advance(runs, rows[mine], parts, decay_of_turn, inputs, carried, pages, out)
-    return from_rows(written(pages), states.data), written(out)
+    return from_words(written(pages), states.data), written(out)
 
 
 def _pad(array: Array, rows: int) -> Array:

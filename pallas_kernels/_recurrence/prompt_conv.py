@@ -14,10 +14,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._bitcast import from_words
 from pallas_kernels._mosaic import Ref, call_kernel
 from pallas_kernels._recurrence.conv_xla import resume
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
-from pallas_kernels._recurrence.pages import from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests
 
 ROWS = 32  # tokens of a thread block
@@ -33,9 +33,9 @@ def convolve_prompts(
     """
     outputs = _convolve(conv, inputs, rows)
     # XLA scatters elements faster than their bytes.
-    typed = conv._replace(pages=conv.pages.as_elements())
+    typed = conv._replace(pages=conv.pages.typed())
     elements, outputs = resume(typed, inputs, requests, outputs)
-    return from_rows(elements, conv.pages.data), outputs
+    return from_words(elements, conv.pages.data), outputs
 
 
 def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:

@@ -16,8 +16,8 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
+from pallas_kernels._bitcast import as_elements, from_words
 from pallas_kernels._mosaic import Ref, Scratch, call_unfused, writable, written
-from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
 from pallas_kernels._recurrence.step_kernel import Stepper
@@ -43,7 +43,7 @@ def step_mosaic(
     """
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
-    pages = as_rows(states.data, states.dtype, width)
+    pages = as_elements(states.data, states.dtype, (-1, width))
     operands = _operands(shape, tokens, requests, conv)
     head = states.start // (width * states.itemsize)
     conv_start = 0 if conv is None else conv.pages.start // states.itemsize
@@ -62,7 +62,7 @@ def step_mosaic(
     )
     ref = writable(pages)
     found = call_unfused(call, operands, [ref])
-    return from_rows(written(ref), states.data), found
+    return from_words(written(ref), states.data), found
 
 
 def _operands(
@@ -85,7 +85,7 @@ def _operands(
     bias = [] if conv.bias is None else [conv.bias[None]]
     for array in (tokens.inputs, conv.weights, *bias):
         array = array.astype(conv.pages.dtype)
-        operands.append(as_rows(array, states.dtype, array.shape[1] // shape.packed))
+        operands.append(as_elements(array, states.dtype, (-1, array.shape[1] // shape.packed)))
     return operands
 
 
