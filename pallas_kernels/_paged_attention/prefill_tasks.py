@@ -81,13 +81,10 @@ def split_tiles(
       keys: keys of a step.
 
     Returns:
-      None: no step of this shape needs it.
+      The splits, or None if no step of this shape needs them.
     """
-    heads, capacity = (
-        config.kv_heads * config.group,
-        arrays.block_tables.shape[1] * config.page_tokens,
-    )
-    workers = _capability.max_thread_blocks(1) // heads
+    capacity = arrays.block_tables.shape[1] * config.page_tokens
+    workers = _capability.max_thread_blocks(1) // (config.kv_heads * config.group)
     is_small = arrays.queries.shape[0] <= 2 * QUERIES * workers
     if workers < 2 or not is_small or capacity < 2 * LEAST_STEPS * keys:
         return None
@@ -214,7 +211,7 @@ def list_halves(tiles: QueryTiles, tile_splits: TileSplits, num_rows: int) -> tu
     ends = running_sum(is_divided.astype(jnp.int32))
     tile_index = jnp.minimum(count_ended(ends, index), is_divided.shape[0] - 1)
     fields = tiles.tokens, tiles.skips, tiles.counts, tile_splits.first_splits, tile_splits.counts
-    tokens, skips, counts, splits, pieces_of = take(jnp.stack(fields, axis=1), tile_index).T
+    tokens, skips, counts, splits, num_splits = take(jnp.stack(fields, axis=1), tile_index).T
     counts = jnp.where(index < ends[-1], counts, 0)
     halves: list[Array] = []
     for first in (0, ROWS):
@@ -226,7 +223,7 @@ def list_halves(tiles: QueryTiles, tile_splits: TileSplits, num_rows: int) -> tu
             "count": jnp.where(counts > first, jnp.minimum(counts, first + ROWS) - shift, 0),
             "used_tokens": zeros + num_rows,  # the padding is cleared elsewhere
         }
-        halves.append(jnp.stack([*Tile(**tile), *Link(splits, pieces_of, zeros + first)], axis=1))
+        halves.append(jnp.stack([*Tile(**tile), *Link(splits, num_splits, zeros + first)], axis=1))
     table = jnp.stack(halves, axis=1).reshape(2 * tile_splits.workers, -1)
     return table, jnp.where(is_divided, ends - 1, -1)
 

@@ -131,38 +131,19 @@ class _Line(NamedTuple):
         return cls(ends - steps, ends, first_steps)
 
 
-class _Shares(NamedTuple):
-    """An even division of a line among workers: the first ``longer`` have one step more.
-
-    least: steps of the other workers.
-    """
-
-    least: Array
-    longer: Array
-
-    def bounds(self, num_workers: int) -> tuple[Array, Array]:
-        """Returns where each worker begins and ends on the line."""
-        workers = jnp.arange(num_workers)
-        begins = workers * self.least + jnp.minimum(workers, self.longer)
-        return begins, begins + self.least + (workers < self.longer).astype(jnp.int32)
-
-    def find_worker(self, index: Array) -> Array:
-        """Returns the worker that takes each index on the line."""
-        later = index - self.longer * (self.least + 1)
-        shorter = self.longer + lax.div(later, jnp.maximum(self.least, 1))
-        return jnp.where(later < 0, lax.div(index, self.least + 1), shorter)
-
-
 def share_out(
     tiles: QueryTiles, num_workers: int, used_tokens: Array, fixed: "FixedSplits | None" = None
 ) -> TaskMap:
     """Divides the steps of tiles among workers; with ``fixed``, in whole splits of fixed ranges."""
     line = _Line.from_tiles(tiles)
     total = line.ends[-1]
-    shares = _Shares(lax.div(total, num_workers), lax.rem(total, num_workers))
-    begins, ends = shares.bounds(num_workers)
+    # The first ``longer`` workers have one step more than the others.
+    least, longer = lax.div(total, num_workers), lax.rem(total, num_workers)
+    workers = jnp.arange(num_workers)
+    begins = workers * least + jnp.minimum(workers, longer)
+    ends = begins + least + (workers < longer).astype(jnp.int32)
     if fixed is None:
-        first_splits, num_splits = _number_splits(line, shares)
+        first_splits, num_splits = _number_splits(line, least, longer)
         most = tiles.begins.shape[0] + num_workers
     else:
         begins = _to_splits(line, begins, fixed)
@@ -196,9 +177,15 @@ def share_out(
     return TaskMap(jnp.stack(tile, axis=1), jnp.stack(worker, axis=1), most)
 
 
-def _number_splits(line: _Line, shares: _Shares) -> tuple[Array, Array]:
+def _number_splits(line: _Line, least: Array, longer: Array) -> tuple[Array, Array]:
     """Returns the first split of each tile, and how many it has, if workers decide where."""
-    first, last = shares.find_worker(line.begins), shares.find_worker(line.ends - 1)
+
+    def find_worker(index: Array) -> Array:
+        later = index - longer * (least + 1)
+        shorter = longer + lax.div(later, jnp.maximum(least, 1))
+        return jnp.where(later < 0, lax.div(index, least + 1), shorter)
+
+    first, last = find_worker(line.begins), find_worker(line.ends - 1)
     numbers = first + jnp.arange(first.shape[0])
     return numbers, jnp.where(line.ends > line.begins, last - first + 1, 0)
 
