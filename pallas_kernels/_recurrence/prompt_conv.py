@@ -41,58 +41,63 @@ def convolve_prompts(
 def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:
     """Convolves as if all tokens were of one request."""
     count, channels = inputs.shape
-    vector = channels_per_thread(conv)
-    size, saved = THREADS * vector, conv.width - 1
-    parts = channels // size
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
-    given = (conv.weights, *(() if conv.bias is None else (conv.bias,)))
-
-    def kernel(x: Ref, weights: Ref, *rest: Ref) -> None:
-        bias, out = (None, *rest) if conv.bias is None else rest
-        index = lax.axis_index("cta")
-        first = lax.div(index, parts) * ROWS
-        here = pl.ds(pl.multiple_of(lax.rem(index, parts) * size, size), size)
-
-        def load(ref: Ref) -> Array:
-            return plgpu.load(ref, layout=layout).astype(jnp.float32)
-
-        def token(t: Array) -> Array:
-            value = load(x.at[jnp.clip(t, 0, count - 1), here])
-            return value.astype(conv.pages.dtype).astype(jnp.float32)
-
-        taps = [load(weights.at[t, here]) for t in range(conv.width)]
-        constant = [] if bias is None else [load(bias.at[here])]
-
-        def convolve(window: list[Array]) -> Array:
-            products = map(operator.mul, window, taps)
-            total = functools.reduce(jnp.add, itertools.chain(constant, products))
-            if not conv.silu:
-                return total
-            root = lax.rsqrt(1.0 + jnp.exp(-total))  # faster than a division
-            return total * (root * root)
-
-        def some(turn: Array, before: tuple[Array, ...]) -> tuple[Array, ...]:
-            start = first + turn * TOGETHER
-            window = [*before, *(token(start + t) for t in range(TOGETHER))]
-            for t in range(TOGETHER):
-                result = convolve(window[t : t + conv.width]).astype(out.dtype)
-
-                @pl.when(start + t < count)
-                def _(t: int = t, result: Array = result) -> None:
-                    out[start + t, here] = result
-
-            return tuple(window[TOGETHER:])
-
-        before = tuple(token(first - saved + t) for t in range(saved))
-        lax.fori_loop(0, ROWS // TOGETHER, some, before)
-
+    parts = channels // (THREADS * channels_per_thread(conv))
     (out,) = call_kernel(
-        kernel,
+        lambda *refs: _Convolver(conv, parts, refs).run(),
         name="causal_conv1d_tiles",
         num_thread_blocks=-(-count // ROWS) * parts,
-        operands=[inputs, *given],
+        operands=[inputs, conv.weights, *(() if conv.bias is None else (conv.bias,))],
         refs=[],
         out_type=[jax.ShapeDtypeStruct((rows, channels), inputs.dtype)],
         approx_math=True,
     )
     return out
+
+
+class _Convolver:
+    """The code of one thread block."""
+
+    def __init__(self, conv: Convolution, parts: int, refs: tuple[Ref, ...]) -> None:
+        self.conv, (self.inputs, weights, *bias, self.out) = conv, refs
+        self.count, channels = self.inputs.shape
+        size = channels // parts
+        self.layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // THREADS)
+        index = lax.axis_index("cta")
+        self.first = lax.div(index, parts) * ROWS
+        self.channels = pl.ds(pl.multiple_of(lax.rem(index, parts) * size, size), size)
+        self.taps = [self._load(weights.at[t, self.channels]) for t in range(conv.width)]
+        self.bias = [self._load(ref.at[self.channels]) for ref in bias]
+
+    def run(self) -> None:
+        saved = self.conv.width - 1
+        before = tuple(self._token(self.first - saved + t) for t in range(saved))
+        lax.fori_loop(0, ROWS // TOGETHER, self._run_some, before)
+
+    def _run_some(self, turn: Array, before: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Convolves some tokens, given the tokens before; returns the last of them."""
+        start = self.first + turn * TOGETHER
+        window = [*before, *(self._token(start + t) for t in range(TOGETHER))]
+        for t in range(TOGETHER):
+            result = self._weigh(window[t : t + self.conv.width]).astype(self.out.dtype)
+
+            @pl.when(start + t < self.count)
+            def _(t: int = t, result: Array = result) -> None:
+                self.out[start + t, self.channels] = result
+
+        return tuple(window[TOGETHER:])
+
+    def _weigh(self, window: list[Array]) -> Array:
+        products = map(operator.mul, window, self.taps)
+        total = functools.reduce(jnp.add, itertools.chain(self.bias, products))
+        if not self.conv.silu:
+            return total
+        root = lax.rsqrt(1.0 + jnp.exp(-total))  # faster than a division
+        return total * (root * root)
+
+    def _token(self, t: Array) -> Array:
+        """Loads a token's inputs, rounded as pages store them."""
+        value = self._load(self.inputs.at[jnp.clip(t, 0, self.count - 1), self.channels])
+        return value.astype(self.conv.pages.dtype).astype(jnp.float32)
+
+    def _load(self, ref: Ref) -> Array:
+        return plgpu.load(ref, layout=self.layout).astype(jnp.float32)

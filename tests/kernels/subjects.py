@@ -68,10 +68,10 @@ def fresh_operands(rng: np.random.Generator, size: int, dtype: str) -> tuple[np.
 
 
 def write_operands(rng: np.random.Generator, size: int, dtype: str) -> tuple[np.ndarray, ...]:
-    """Returns rows for some of the two places in every page, and two that go nowhere."""
-    places = [-1, 2 * BLOCKS, *rng.permutation(2 * BLOCKS)[:6]]
-    ids, offsets = as_ids(places) // 2, as_ids(places) % 2 * Subject.stride(size)
-    return ids, offsets, garbage((len(places), size), dtype)[::-1]
+    """Returns rows for some of the two slots in every page, and two that go nowhere."""
+    slots = [-1, 2 * BLOCKS, *rng.permutation(2 * BLOCKS)[:6]]
+    ids, offsets = as_ids(slots) // 2, as_ids(slots) % 2 * Subject.stride(size)
+    return ids, offsets, garbage((len(slots), size), dtype)[::-1]
 
 
 def counted(make_operands: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., Any]:

@@ -261,8 +261,8 @@ def test_granules_of_a_step_lie_where_its_keys_are(page_tokens: int, size: int) 
     def find(tables: Any, step: Any) -> Any:
         found, request = steps.find(tables, jnp.int32(1), step), jnp.int32(1)
         holes, rows = steps.holes(found), jnp.stack(steps.rows(found, first_row))
-        held = steps.is_allocated(jnp.arange(size), holes)
-        return rows, held, holes == steps.find_holes(tables, request, step)
+        allocated = steps.is_allocated(jnp.arange(size), holes)
+        return rows, allocated, holes == steps.find_holes(tables, request, step)
 
     for are_holes in itertools.product((False, True), repeat=3):
         ids = rng.integers(0, PAGES, (2, 3))
@@ -272,11 +272,11 @@ def test_granules_of_a_step_lie_where_its_keys_are(page_tokens: int, size: int) 
             rows, are_allocated, is_same = map(np.asarray, find(tables, jnp.int32(step)))
             keys = np.arange(step * size, min((step + 1) * size, 3 * page_tokens))
             pages = tables[1, keys // page_tokens]
-            held = (pages >= 0) & (pages < PAGES)
-            inner = np.where(held, pages, 0) * steps.page_rows + keys % page_tokens
+            allocated = (pages >= 0) & (pages < PAGES)
+            inner = np.where(allocated, pages, 0) * steps.page_rows + keys % page_tokens
             found = np.repeat(rows, steps.granule) + np.tile(np.arange(steps.granule), len(rows))
             assert (found[keys % size] == first_row + inner).all()
-            assert (are_allocated[keys % size] == held).all() and is_same
+            assert (are_allocated[keys % size] == allocated).all() and is_same
 
 
 @pytest.mark.parametrize("size", [1, MAX_COMPARED, MAX_COMPARED + 1])
@@ -604,11 +604,11 @@ def check_splits(whole: PrefillTile, parts: list[PrefillTile]) -> None:
         assert same == whole
 
 
-def check_halves(tiles: QueryTiles, halves: Any, places: Any, counts: Any) -> None:
+def check_halves(tiles: QueryTiles, halves: Any, slots: Any, counts: Any) -> None:
     """Checks that each query of a divided tile is combined once, from its row of the splits."""
     found = np.asarray(halves)
     combined = list[tuple[int, int, int]]()
-    queries = {int(place): int(n) for place, n in zip(places, tiles.counts, strict=True)}
+    queries = {int(slot): int(n) for slot, n in zip(slots, tiles.counts, strict=True)}
     for number, row in enumerate(found.tolist()):
         tile, link = Tile(*row[: len(Tile._fields)]), Link(*row[len(Tile._fields) :])
         assert 0 <= tile.token and tile.count <= ROWS
@@ -620,9 +620,9 @@ def check_halves(tiles: QueryTiles, halves: Any, places: Any, counts: Any) -> No
     wanted = list[tuple[int, int]]()
     for index in np.flatnonzero(np.asarray(counts) > 1):
         begin, end = int(tiles.skips[index]), int(tiles.counts[index])
-        wanted += [(int(places[index]), int(tiles.tokens[index]) + r) for r in range(begin, end)]
+        wanted += [(int(slots[index]), int(tiles.tokens[index]) + r) for r in range(begin, end)]
     assert sorted(pair[:2] for pair in combined) == sorted(wanted)
-    assert set(np.flatnonzero(np.asarray(places) >= 0)) == set(
+    assert set(np.flatnonzero(np.asarray(slots) >= 0)) == set(
         np.flatnonzero(np.asarray(counts) > 1)
     )
 

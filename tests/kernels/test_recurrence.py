@@ -181,8 +181,8 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
     beta = rng.choice([0.0, 0.5, 1.0], size=(num_tokens, heads))
     starts = np.cumsum([0, *(count + layer.holes for count in counts)])
     spans = zip(starts, counts, strict=False)
-    held = np.concatenate([range(start, start + count) for start, count in spans]).astype(int)
-    padding = np.setdiff1d(range(num_tokens), held)
+    owned = np.concatenate([range(start, start + count) for start, count in spans]).astype(int)
+    padding = np.setdiff1d(range(num_tokens), owned)
     inputs[padding], log_decay[padding], beta[padding] = np.nan, np.nan, np.nan
     return Arrays(
         data,
@@ -252,8 +252,8 @@ def expect(layer: Layer, given: Arrays) -> tuple[np.ndarray, np.ndarray | None, 
             bias = given.bias.astype(np.float64) if layer.bias else None
             weights = given.weights.astype(np.float64)
             before = state_of(windows, page)
-            kept, inputs[tokens] = convolve(inputs[tokens], before, weights, bias, layer.silu)
-            write_states(new_windows, kept, given.write_ids[i], after)
+            saved, inputs[tokens] = convolve(inputs[tokens], before, weights, bias, layer.silu)
+            write_states(new_windows, saved, given.write_ids[i], after)
         case = as_case(layer, given, inputs)
         reached, found = case.run(state_of(states, page), tokens)
         if found:
@@ -315,8 +315,8 @@ def check(
     size = np.prod(layer.state_shape) * dtype(layer.state).itemsize
     for page in given.write_ids.reshape(-1):
         if 0 <= page < PAGES:  # all other bytes are those that were there
-            kept = layer.conv_first, layer.before, layer.conv_bytes
-            for first, start, length in ((FIRST, layer.start, size), kept):
+            saved = layer.conv_first, layer.before, layer.conv_bytes
+            for first, start, length in ((FIRST, layer.start, size), saved):
                 place = first + STEP * page, slice(start, start + length)
                 untouched[place] = given.data[place]
     assert_same_bytes(untouched, given.data)
@@ -456,7 +456,7 @@ def test_a_convolution_is_fused_if_its_inputs_lie_in_the_extents_of_the_states(o
 )
 @settings(max_examples=1, phases=AS_DRAWN)
 @given(st.sampled_from([[3, 1, 0], [2, 0, 3], [3, 3, 3], [0, 1, 2]]), st.integers(0, 99))
-def test_the_state_after_each_draft_is_kept(implementation, layer, counts, seed) -> None:
+def test_the_state_after_each_draft_is_written(implementation, layer, counts, seed) -> None:
     after = as_ids([[1, 2, 3]] * 3)
     given = make(layer, counts, 12, seed, write_after=after, **choose_ids(seed, 3, 3))
     in_chunks = implementation == "xla"
@@ -510,7 +510,7 @@ PROMPTS_IN_KERNELS = (
 @needs_mosaic
 @pytest.mark.parametrize("layer", PROMPTS_IN_KERNELS if ON_GPU else PROMPTS_IN_KERNELS[:2], ids=str)
 @settings(max_examples=8, phases=AS_DRAWN if ON_GPU else [Phase.explicit])
-@example([2, 100, 0], 18)  # a state is kept after rows that are of no request
+@example([2, 100, 0], 18)  # a state is written after rows that are of no request
 @example([2, 100, 0], 2)  # loads the parts of four chunks, ahead of three that are in memory
 @given(
     st.sampled_from([[1, 30, 0], [0, 64, 30], [3, 61, 64], [2, 100, 0], [70, 1, 50]]),
@@ -559,8 +559,10 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4))
-def test_a_turn_keeps_the_states_of_all_requests_that_go_on(counts: list[int], size: int) -> None:
-    """Of each turn's runs: chunks from and to, the state before, whether that after is kept."""
+def test_a_turn_carries_over_the_states_of_requests_that_go_on(
+    counts: list[int], size: int
+) -> None:
+    """Of each turn's runs: chunks from and to, the state before, whether to carry the one after."""
     begins, ids = np.cumsum([0, *counts]), np.arange(len(counts))
     pages = StatePages(jnp.zeros((9, 32), jnp.uint8), "float32", (1, 1, 8), num_pages=9)
     requests, nothing = Requests(as_ids(ids), as_ids(ids)), (jnp.zeros(0, jnp.int32),) * 5
@@ -702,14 +704,14 @@ def test_a_convolution_by_itself(
 
     with kernels_run():
         data, out = convolved(jax.tree.map(jnp.array, given))
-    kept = windows_in(layer, given.data)
-    expected, windows = np.zeros(out.shape), kept.copy()
+    saved = windows_in(layer, given.data)
+    expected, windows = np.zeros(out.shape), saved.copy()
     inputs = given.inputs.astype(dtype(layer.conv)).astype(np.float64)
     weights, bias = given.weights.astype(np.float64), given.bias.astype(np.float64)
     how = weights, bias if layer.bias else None, layer.silu
     for i, page in enumerate(given.read_ids):
         tokens = slice(given.starts[i], given.starts[i] + given.lens[i])
-        reached, expected[tokens] = convolve(inputs[tokens], state_of(kept, page), *how)
+        reached, expected[tokens] = convolve(inputs[tokens], state_of(saved, page), *how)
         write_states(windows, reached, given.write_ids[i], given.write_after[i])
     np.testing.assert_array_equal(windows_in(layer, data), windows)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
@@ -939,11 +941,13 @@ def test_threads_take_as_many_channels_as_lie_aligned_in_each_page(
     data: Any = jax.ShapeDtypeStruct((9, extent_bytes), jnp.uint8)
     pages = StatePages(data, dtype(name), (1, channels), 9, start=start * item)
     weights: Any = jax.ShapeDtypeStruct((2, channels), dtype(name))
-    places = [page * extent_bytes + start * item for page in range(9)]
+    addresses = [page * extent_bytes + start * item for page in range(9)]
     fitting = [
         n
         for n in (1, 2, 4, 8)
-        if n * item <= 16 and channels % (128 * n) == 0 and not any(p % (n * item) for p in places)
+        if n * item <= 16
+        and channels % (128 * n) == 0
+        and not any(a % (n * item) for a in addresses)
     ]
     conv = Convolution(pages, weights)
     assert limits.channels_per_thread(conv) == max(fitting, default=0)

@@ -64,8 +64,8 @@ def request_of(case: Case) -> Request:
     return Request(queries, rows)
 
 
-class Place(NamedTuple):
-    """A place of the request: shape and row, its end and last tokens, and all else by a seed.
+class Site(NamedTuple):
+    """The site of the request: shape and row, its end and last tokens, and all else by a seed.
 
     first: the page that the table of a window begins with; None: any.
     """
@@ -78,43 +78,43 @@ class Place(NamedTuple):
     first: int | None = None
 
 
-def attend_at(case: Case, place: Place, attend: Callable) -> dict[int, Bits]:
+def attend_at(case: Case, site: Site, attend: Callable) -> dict[int, Bits]:
     """Returns the bits of the last tokens of the request, by position."""
-    request, rng = request_of(case), np.random.default_rng(place.seed)
-    batch, tokens, width = case.shapes[place.shape]
+    request, rng = request_of(case), np.random.default_rng(site.seed)
+    batch, tokens, width = case.shapes[site.shape]
     lens = rng.integers(0, width * case.page_tokens + 1, batch)
     counts = np.minimum(rng.integers(0, 9, batch), lens) if tokens else np.ones(batch, int)
-    lens[place.row], counts[place.row] = place.end, place.count
+    lens[site.row], counts[site.row] = site.end, site.count
     counts *= np.cumsum(counts) <= (tokens or batch)  # what does not fit computes nothing
-    assert counts[place.row] == place.count
+    assert counts[site.row] == site.count
     pages = rng.normal(size=(PAGES, case.page_tokens, *request.rows.shape[1:]))
     tables = rng.integers(0, PAGES, (batch, width))
     tables[rng.random(tables.shape) < 0.05] = rng.choice([-1, PAGES])
-    held = -(-place.end // case.page_tokens)
-    ids = rng.permutation(PAGES)[:held]
+    num_pages = -(-site.end // case.page_tokens)
+    ids = rng.permutation(PAGES)[:num_pages]
     first = 0  # tables of windows may begin anywhere before the first key that is seen
     if case.window is not None:
-        first = max(0, place.end - place.count + 1 - case.window) // case.page_tokens
-        first = int(rng.integers(0, first + 1)) if place.first is None else place.first
-    tables[place.row] = rng.integers(0, PAGES, width)
-    tables[place.row, : held - first] = ids[first:]
-    content = np.full((held * case.page_tokens, *pages.shape[2:]), math.nan)
-    content[: place.end] = request.rows[: place.end]
-    pages[ids] = content.reshape(held, *pages.shape[1:])
-    begin = int(counts[: place.row].sum()) if tokens else place.row
+        first = max(0, site.end - site.count + 1 - case.window) // case.page_tokens
+        first = int(rng.integers(0, first + 1)) if site.first is None else site.first
+    tables[site.row] = rng.integers(0, PAGES, width)
+    tables[site.row, : num_pages - first] = ids[first:]
+    content = np.full((num_pages * case.page_tokens, *pages.shape[2:]), math.nan)
+    content[: site.end] = request.rows[: site.end]
+    pages[ids] = content.reshape(num_pages, *pages.shape[1:])
+    begin = int(counts[: site.row].sum()) if tokens else site.row
     queries = rng.normal(size=(tokens or batch, case.heads, case.key)).astype(jnp.bfloat16)
-    queries[begin : begin + place.count] = request.queries[place.end - place.count : place.end]
+    queries[begin : begin + site.count] = request.queries[site.end - site.count : site.end]
     firsts = np.zeros(batch, int)
-    firsts[place.row] = first * case.page_tokens
+    firsts[site.row] = first * case.page_tokens
     loc = as_ids(np.cumsum([0, *counts])) if tokens else None
     pages = jnp.asarray(pages.astype(request.rows.dtype))
     with kernels_run():
         arrays = jax.tree.map(jnp.asarray, (as_ids(tables), as_ids(lens), loc, as_ids(firsts)))
         out, lse = map(np.asarray, attend(jnp.asarray(queries), pages, *arrays))
-    assert np.isfinite(out[begin : begin + place.count].astype(float)).all()
+    assert np.isfinite(out[begin : begin + site.count].astype(float)).all()
     return {
-        place.end - place.count + i: (out[begin + i].tobytes(), lse[begin + i].tobytes())
-        for i in range(place.count)
+        site.end - site.count + i: (out[begin + i].tobytes(), lse[begin + i].tobytes())
+        for i in range(site.count)
     }
 
 
@@ -136,7 +136,7 @@ def make_attend(case: Case, implementation: str) -> Callable:
 
 
 @st.composite
-def places(draw: st.DrawFn, case: Case) -> Place:
+def sites(draw: st.DrawFn, case: Case) -> Site:
     shape = draw(st.sampled_from(range(len(case.shapes))))
     batch, tokens, _ = case.shapes[shape]
     ends = [1, case.page_tokens, 64, 65, 128, 129, case.longest]
@@ -145,14 +145,14 @@ def places(draw: st.DrawFn, case: Case) -> Place:
     if tokens:  # the others compute up to 8 tokens each
         count = draw(st.integers(1, 6) | st.just(tokens - 8 * (batch - 1)))
     row = draw(st.integers(0, batch - 1))
-    return Place(shape, row, end, min(count, end), draw(st.integers(0, 2**16)))
+    return Site(shape, row, end, min(count, end), draw(st.integers(0, 2**16)))
 
 
-def check_same_bits(case: Case, place: Place, attend: Callable) -> None:
+def check_same_bits(case: Case, site: Site, attend: Callable) -> None:
     """Checks that the tokens have the bits that they have one by one, in requests alone."""
-    found = attend_at(case, place, attend)
+    found = attend_at(case, site, attend)
     for position in {max(found), min(found), max(min(found), max(found) - 9)}:
-        alone = attend_at(case, Place(0, 0, position + 1, 1, seed=1), attend)
+        alone = attend_at(case, Site(0, 0, position + 1, 1, seed=1), attend)
         assert found[position] == alone[position], f"position {position} has other bits"
 
 
@@ -170,7 +170,7 @@ XLA_CASES = {
 @given(data=st.data())
 def test_xla_gives_a_token_the_same_bits_wherever_it_is(name: str, data: st.DataObject) -> None:
     case = XLA_CASES[name]
-    check_same_bits(case, data.draw(places(case)), attend_of(case, "xla"))
+    check_same_bits(case, data.draw(sites(case)), attend_of(case, "xla"))
 
 
 @functools.cache
@@ -196,7 +196,7 @@ GPU_CASES = {
 @given(data=st.data())
 def test_mosaic_gives_a_token_the_same_bits_wherever_it_is(name: str, data: st.DataObject) -> None:
     case = GPU_CASES[name]
-    check_same_bits(case, data.draw(places(case)), attend_of(case, "mosaic_gpu"))
+    check_same_bits(case, data.draw(sites(case)), attend_of(case, "mosaic_gpu"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -225,7 +225,7 @@ def test_mosaic_gives_a_token_the_same_bits_in_interpret_mode() -> None:
     """Among decodes only: products of other shapes have other bits on a CPU, not on a GPU."""
     case = Case(((2, 0, 3),), window=90, page_tokens=96)  # a split ends within a page
     attend = make_attend(case, "mosaic_gpu")
-    one, other = (attend_at(case, Place(0, row, 200, 1, 3, first=row), attend) for row in range(2))
+    one, other = (attend_at(case, Site(0, row, 200, 1, 3, first=row), attend) for row in range(2))
     assert one == other
 
 
@@ -243,10 +243,10 @@ def test_tables_that_begin_anywhere_have_each_page_in_one_place_of_a_segment(
         fixed = tasks.FixedSplits.from_config(rule, found.shape[1])
         assert fixed == (steps, -(-width // (steps * tasks.STEP)))
         assert (np.asarray(firsts) % (steps * tasks.STEP) == 0).all()
-        for table, first, held in zip(*map(np.asarray, (found, firsts)), pages, strict=True):
-            assert 0 <= first <= held[0] * page, "a table begins before it is there"
+        for table, first, own in zip(*map(np.asarray, (found, firsts)), pages, strict=True):
+            assert 0 <= first <= own[0] * page, "a table begins before it is there"
             wanted = np.full(len(table), -1)
-            wanted[held - first // page] = held
+            wanted[own - first // page] = own
             assert table.tolist() == wanted.tolist()
 
 
@@ -261,7 +261,7 @@ def test_splits_that_workers_decide_are_found(monkeypatch) -> None:
     monkeypatch.setattr(mosaic.FixedSplits, "from_config", lambda rule, width: None)
     case = Case(((2, 0, 3),), page_tokens=64)
     with pytest.raises(AssertionError, match="position 179 has other bits"):
-        check_same_bits(case, Place(0, 1, 180, 1, seed=2), make_attend(case, "mosaic_gpu"))
+        check_same_bits(case, Site(0, 1, 180, 1, seed=2), make_attend(case, "mosaic_gpu"))
 
 
 @needs_mosaic
@@ -313,7 +313,7 @@ def test_rounds_that_the_batch_decides_are_found(monkeypatch) -> None:
     monkeypatch.setattr(xla, "_blocks_at_once", lambda arrays, *_: arrays.block_tables.shape[0])
     case = XLA_CASES["latent"]
     with pytest.raises(AssertionError, match="position 499 has other bits"):
-        check_same_bits(case, Place(1, 1, 500, 1, seed=2), make_attend(case, "xla"))
+        check_same_bits(case, Site(1, 1, 500, 1, seed=2), make_attend(case, "xla"))
 
 
 @needs_mosaic

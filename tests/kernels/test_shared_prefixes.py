@@ -150,7 +150,7 @@ def test_what_a_group_shares_reaches_no_other_request(name: str) -> None:
             np.testing.assert_array_equal(among_nan[others], of_all[others])
 
 
-def test_each_request_that_shares_has_one_place_in_the_tiles_of_its_group(monkeypatch) -> None:
+def test_each_request_that_shares_has_one_slot_in_the_tiles_of_its_group(monkeypatch) -> None:
     monkeypatch.setattr(shared_tiles, "tile_size", lambda _: 2)
     rule, batch = rule_of("all keys"), 9
     given = next(batches(rule, each_one=True))._replace(block_tables=np.zeros((batch, 4)))
@@ -167,16 +167,16 @@ def test_each_request_that_shares_has_one_place_in_the_tiles_of_its_group(monkey
         tokens = rng.integers(0, 4 * STEP, GROUPS)
         padded = np.where(np.arange(batch) < cuts[-1], members, -1)
         found = jax.tree.map(np.asarray, tile(*map(as_ids, (lens, padded, cuts, tokens))))
-        places = {}
+        slots = {}
         for group, of_group in enumerate(np.split(members, cuts)[:-1]):
             shared = max(0, min([tokens[group], *lens[of_group] - 1])) // STEP * STEP
             for member in of_group.tolist() if shared else ():
-                at = places[member] = int(found.request_tiles[member]), int(found.slots[member])
+                at = slots[member] = int(found.request_tiles[member]), int(found.slots[member])
                 assert found.requests[at] == member and at[1] < found.tiles.counts[at[0]]
                 assert found.tiles.requests[at[0]] == of_group[0]
                 assert found.lens[member] == found.tiles.ends[at[0]] == shared
-        assert found.tiles.counts.sum() == len({*places.values()}) == len(places)
-        alone = as_ids([request for request in range(batch) if request not in places])
+        assert found.tiles.counts.sum() == len({*slots.values()}) == len(slots)
+        alone = as_ids([request for request in range(batch) if request not in slots])
         assert (found.request_tiles[alone] == -1).all() and not found.lens[alone].any()
 
 

@@ -69,8 +69,8 @@ def recurrence(loc: np.ndarray | None = None, width: int = 0) -> Program:
     def recur(inputs: Any, data: Any) -> Any:
         conv = None
         if width:
-            kept = (width - 1, channels)
-            pages = StatePages(data, jnp.float32, kept, PAGES, start=state_bytes)
+            saved = (width - 1, channels)
+            pages = StatePages(data, jnp.float32, saved, PAGES, start=state_bytes)
             conv = Convolution(pages, jnp.full((width, channels), 1 / width, jnp.bfloat16))
         gates = jnp.full((tokens, HEADS), 0.5, jnp.float32)
         return gated_delta_rule(
