@@ -48,7 +48,6 @@ class AttentionRule:
     out_dtype: DTypeLike | None = None
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(AttentionRule):
     """An `AttentionRule` with its defaults filled in, and the shapes of a call.
