@@ -80,7 +80,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tests", nargs="+", help="files of tests, the likeliest to fail first")
-    parser.add_argument("--packages", nargs="+", help="packages of jaxkv/_src, of which all lines")
+    parser.add_argument("--packages", nargs="+", help="packages of jaxkv/_src, all their lines")
     parser.add_argument("--sample", type=int, help="how many mutants; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=int, default=300, help="seconds for each mutant")

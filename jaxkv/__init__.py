@@ -1,7 +1,7 @@
 """Paged KV caches for LLM serving in JAX on NVIDIA GPUs.
 
 jaxkv plans the cache memory of a model, allocates it on the device, and keeps track on the host of
-the blocks that each request holds. One array of integers per step, the upload, brings the device up
+the blocks of each request. One array of integers per step, the upload, brings the device up
 to date. On the device all work is done by pure functions over one pytree, the cache, inside your
 own ``jit``::
 
@@ -48,9 +48,9 @@ Write, read and attend in the model
     write_state, read_state, write_rows, read_rows
 Use your own kernels and connectors
     layer_view, with_layer_view
-Give device memory back for a while
+Free device memory for a while
     sleep, wake_up
-Keep blocks in host memory that make room for others
+Offload blocks to host memory
     HostMemory, HostBlocks
 
 Modules with more: `jaxkv.planning`, `jaxkv.specs`, `jaxkv.hf_config`, `jaxkv.layout` (physical

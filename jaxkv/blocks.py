@@ -1,6 +1,6 @@
 """Host-side bookkeeping: block ids, requests and their progress, and step uploads. No jax.
 
-`BlockManager` holds the authoritative block tables, and the device follows its uploads. A serving
+`BlockManager` has the authoritative block tables, and the device follows its uploads. A serving
 loop calls `BlockManager.step` once per step, and `BlockManager.finish` for requests that end.
 """
 

@@ -1,7 +1,7 @@
 """Plans: groups of layers, the layout of a block, the blocks of a pool, and its capacity. No jax.
 
 The memory budget is an argument; no device is probed. Everything is counted in blocks, because
-blocks are what the allocator hands out. Block 0 is the null block: it is never handed out, and
+blocks are what the allocator gives. Block 0 is the null block: it is never allocated, and
 pads block tables.
 
 All groups draw block ids from one pool and a block belongs to one group at a time, so layers

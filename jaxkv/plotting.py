@@ -3,7 +3,7 @@
 Needs matplotlib (``pip install "jaxkv[plot]"``), which is imported when something is drawn.
 
 Every function returns a new matplotlib ``Figure``, which Jupyter shows when it is the last value of
-a cell. pyplot is never imported and no global setting is changed. Colours are those of Okabe and
+a cell. pyplot is never imported and no global setting is changed. Colours are from Okabe and
 Ito, in one fixed order: group 0 is blue in every picture. Hatched bytes hold no data.
 """
 

@@ -6,7 +6,7 @@ reads bitcast what they gathered, so neither makes a typed copy of the pool on a
 
 Functions take the cache, a layer's name and the step's batch, and look up the layer's group, block
 size and scales. They work inside ``jit`` and return a new cache; where the old one is donated, they
-work in place. Padding and places outside the pool are never written, and read as zeros.
+work in place. Padding and slots outside the pool are never written, and read as zeros.
 
 `jaxkv.HostBlocks` copies whole blocks to host memory and back, and raises `TransferError` if a copy
 fails.

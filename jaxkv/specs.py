@@ -1,4 +1,4 @@
-"""Layer specs: the bytes that one layer stores per block, and the blocks that a request holds.
+"""Layer specs: the bytes that one layer stores per block, and the blocks that a request needs.
 
 A *block* is ``block_size`` tokens and the unit of allocation; a *page* is the bytes that one
 layer stores for one block. No jax.
