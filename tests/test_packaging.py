@@ -77,10 +77,10 @@ def test_the_sdist_holds_what_tests_and_readers_need_and_nothing_private(
     assert held == files_under(*folders, suffixes=suffixes)
 
 
-def test_users_get_jax_and_numpy_and_choose_the_rest(metadata: Message) -> None:
+def test_users_get_what_every_module_needs_and_choose_the_rest(metadata: Message) -> None:
     asked = metadata.get_all("Requires-Dist") or []
     plain = {line for line in asked if "extra ==" not in line}
-    assert plain == {"jax>=0.10.2", "numpy>=2.0"}
+    assert plain == {"jax>=0.10.2", "jaxtyping>=0.3", "numpy>=2.0"}
     for cuda in ("cuda12", "cuda13"):
         lines = [line.partition(";")[0] for line in asked if f"extra == '{cuda}'" in line]
         assert lines == ["flatbuffers", f"jax[{cuda}]>=0.10.2"]
