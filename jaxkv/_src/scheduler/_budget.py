@@ -10,14 +10,13 @@ NONE = np.zeros(0, np.int64)
 class StepBudget:
     """The work of a step that is being chosen, and what more the step takes.
 
-    index, counts: int64[N], the requests of the work in the `RequestTable`, and their new tokens.
     forks, cached_tokens: how many more the step takes; see `StepShape.for_plan`.
     """
 
     def __init__(
         self, max_tokens: int, batch_size: int, longest: int, *, forks: int, cached_tokens: int
     ):
-        self.index, self.counts = NONE, NONE
+        self._work, self._given = (NONE, NONE), list[tuple[int, int]]()  # later ones, one by one
         self.forks, self.cached_tokens = forks, cached_tokens
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
 
@@ -32,13 +31,22 @@ class StepBudget:
 
     @property
     def work(self) -> tuple[np.ndarray, np.ndarray]:
-        """The requests of the step and their new tokens, int64[N] each."""
-        return self.index, self.counts
+        """The requests of the step in the `RequestTable`, and their new tokens, int64[N] each."""
+        if self._given:
+            given = np.array(self._given, np.int64).T
+            self._given.clear()
+            self._join(*given)
+        return self._work
+
+    @property
+    def index(self) -> np.ndarray:
+        """The requests of the step in the `RequestTable`, int64[N]."""
+        return self.work[0]
 
     def work_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the part of `work` that is of one request."""
-        at = self.index == index
-        return self.index[at], self.counts[at]
+        requests, counts = self.work
+        return requests[requests == index], counts[requests == index]
 
     def includes(self, index: np.ndarray) -> np.ndarray:
         """Returns whether the requests of N indices get tokens, bool[N]."""
@@ -73,7 +81,8 @@ class StepBudget:
     def give(self, index: int, count: int) -> bool:
         """Gives a request tokens, of which the step takes all. Returns whether it got any."""
         if count:
-            self._add(np.array([index]), np.array([count]))
+            self._given.append((index, count))
+            self._tokens, self._requests = self._tokens - count, self._requests - 1
         return count > 0
 
     def give_all(self, running: Running, chosen: np.ndarray) -> None:
@@ -111,15 +120,22 @@ class StepBudget:
 
     def take_back(self, index: int) -> None:
         """Takes back the tokens of a request, if it has any."""
-        stays = self.index != index
-        self._tokens += int(self.counts[~stays].sum())
-        self._requests += stays.size - int(np.count_nonzero(stays))
-        self.index, self.counts = self.index[stays], self.counts[stays]
+        requests, counts = self.work
+        stays = requests != index
+        if np.count_nonzero(stays) < stays.size:
+            self._tokens, self._requests = (
+                self._tokens + int(counts[~stays].sum()),
+                self._requests + 1,
+            )
+            self._work = requests[stays], counts[stays]
 
     def _add(self, index: np.ndarray, counts: np.ndarray) -> None:
         self._tokens -= int(np.add.reduce(counts))
         self._requests -= index.size
-        if self.index.size:
-            index = np.concatenate([self.index, index])
-            counts = np.concatenate([self.counts, counts])
-        self.index, self.counts = index, counts
+        self._join(index, counts)
+
+    def _join(self, index: np.ndarray, counts: np.ndarray) -> None:
+        before, counts_before = self.work
+        if before.size:
+            index, counts = np.concatenate([before, index]), np.concatenate([counts_before, counts])
+        self._work = index, counts

@@ -84,28 +84,19 @@ class Chooser:
         then: what shares one starts, and what is rewound leaves the last step.
         """
         last, order = self._schedule, self._queues.order
-        if not self.is_extended or last is None or last.work.batch.longest > 1:
+        if not self.is_extended or last is None or self._last is None or self._queues.may_admit:
             return None
-        if self._queues.may_admit or order.size > max_tokens or len(last.samples) != order.size:
+        if not len(last.samples) == last.num_tokens == order.size <= max_tokens:
             return None
         if not np.array_equal(last.index, order):
             return None
-        self._check(self._queues.now_running())
+        self._check(order)
         if not self._admission.grows(last.work):
             return None
-        step, self._num_uploads = self._budget(max_tokens), self._manager.num_uploads
-        step.index, step.counts = order, last.work.batch.counts
-        self._last = Choice(step, [], [])
-        parts = (
-            last.work,
-            last.samples,
-            (),
-            {},
-            order,
-            last.num_computed + 1,
-            self._prompts.ids_of_step,
-        )
-        self._schedule = Schedule(*parts)
+        self._num_uploads = self._manager.num_uploads
+        self._last = Choice(self._last.step, [], [])
+        more = order, last.num_computed + 1, self._prompts.ids_of_step
+        self._schedule = Schedule(last.work, last.samples, (), {}, *more)
         return self._schedule
 
     def restart(self) -> None:
@@ -132,7 +123,7 @@ class Chooser:
         """Returns a new step, the requests preempted for it, and those that start."""
         self._move_chunk_ends()
         running = self._queues.now_running()
-        self._check(running)
+        self._check(running.index)
         step = self._budget(max_tokens)
         candidates = self._candidates(step, running)
         preempted, started = self._fill(step, running, candidates)
@@ -210,7 +201,7 @@ class Chooser:
 
     # --- the requests of a step -----------------------------------------------------
 
-    def _check(self, running: Running) -> None:
+    def _check(self, order: np.ndarray) -> None:
         """Raises ValueError if requests are not in the state in which the scheduler left them.
 
         A part of their token ids is checked each time.
@@ -220,11 +211,11 @@ class Chooser:
                 f"the manager runs {len(self._manager.requests)} requests, and its scheduler "
                 f"{len(self._queues.running)}; start and finish them by the scheduler only"
             )
-        turns = max(1, cdiv(running.index.size, CHECKED_AT_ONCE))
+        turns = max(1, cdiv(order.size, CHECKED_AT_ONCE))
         start = CHECKED_AT_ONCE * (self._manager.num_uploads % turns)
-        checked = slice(start, start + CHECKED_AT_ONCE)
-        names = self._table.names[running.index[checked]].tolist()
-        self._prompts.check_known(names, running.part(checked).num_sampled)
+        checked = order[start : start + CHECKED_AT_ONCE]
+        num_tokens = self._table.at(checked, self._manager.computed_by_row).num_sampled
+        self._prompts.check_known(self._table.names[checked].tolist(), num_tokens)
 
     def _check_idle(self) -> None:
         """Raises an error if no request can go on, although the caller has no answer to give."""

@@ -169,10 +169,6 @@ class Running(NamedTuple):
     chunk_ends: np.ndarray
     draft_starts: np.ndarray
 
-    def part(self, chosen: slice) -> "Running":
-        """Returns a part of the requests."""
-        return Running(*[array[chosen] for array in self])
-
     @property
     def num_wanted(self) -> np.ndarray:
         """Tokens of each request that are to be computed, int64[N]."""
