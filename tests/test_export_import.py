@@ -147,7 +147,7 @@ def test_an_import_that_does_not_fit_changes_nothing() -> None:
     limits = jaxkv.Limits(max_encoder_tokens=4)
     plan = jaxkv.plan_cache({"a": FULL, "c": cross}, 2**20, max_model_len=LONGEST, limits=limits)
     manager = jaxkv.BlockManager(plan, max_requests=1)
-    with pytest.raises(ValueError, match="a plan that stores encoder tokens hands no blocks over"):
+    with pytest.raises(ValueError, match="a plan that stores encoder tokens exports no blocks"):
         manager.import_blocks("a", 4)
     assert not manager.requests and manager.num_free_blocks == plan.usable_blocks
     manager.start("a", encoder_tokens=0)
@@ -442,7 +442,7 @@ def test_what_a_scheduler_cannot_hand_over_is_refused() -> None:
         scheduler.export_blocks(name)
     worker.step()
     assert scheduler.export_blocks(name).num_tokens == 18
-    with pytest.raises(ValueError, match="handed over"):
+    with pytest.raises(ValueError, match="being exported"):
         scheduler.rewind({name: 18})
     assert scheduler.import_blocks("b", 32) is None  # five blocks are taken
     assert scheduler.running == (name,) and not scheduler.waiting

@@ -295,7 +295,7 @@ def test_a_load_leaves_the_blocks_that_the_next_upload_copies(num_free: int) -> 
     manager.fork("x", ["y"])
     manager.grow({"x": 1, "y": 1})  # one of them gets a copy of the second block
     copies = manager._state.copies
-    ((cell, new),) = copies.held
+    ((cell, new),) = copies.pending
     first, other = ("x", "y") if cell.block_id in manager.block_ids("x")[0] else ("y", "x")
     manager.finish(first)
     assert manager.block_pool.references_of(np.array(cell.block_id)) == 0
@@ -303,7 +303,7 @@ def test_a_load_leaves_the_blocks_that_the_next_upload_copies(num_free: int) -> 
     hit = served.start("c", range(17))
     assert (hit.num_cached_tokens == 16) == (num_free >= 5), "four blocks next to the source"
     assert cell.block_id not in manager.block_ids("c")[0]
-    assert new in manager.block_ids(other)[0] and copies.held == [(cell, new)]
+    assert new in manager.block_ids(other)[0] and copies.pending == [(cell, new)]
 
 
 @pytest.mark.parametrize("num_free", range(1, 5))

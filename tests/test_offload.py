@@ -555,7 +555,7 @@ def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
         forget(served.manager)
         assert served.manager.num_swapped_tokens("a") == 0
         served.manager.reset()
-        with pytest.raises(ValueError, match="no parked tokens"):
+        with pytest.raises(ValueError, match="no swapped-out tokens"):
             served.manager.swap_in("a")
 
 

@@ -498,7 +498,7 @@ class InOrderOfUse:
         assert free[free > 0].tolist()[-len(last) :] == last or not last, "blocks to be taken last"
 
     def keep(self, name: int, token: int, position: int) -> None:
-        prompt = self.manager._prefixes.kept.get(self.manager.requests[name])
+        prompt = self.manager._prefixes.cached.get(self.manager.requests[name])
         is_wanted = prompt is not None and position in prompt.wanted
         if (token, position) not in self.is_wanted:
             self.used[name].append((token, position))

@@ -337,10 +337,10 @@ def lose(*parts: str):
     return without
 
 
-def short(columns_to_share):
+def short(blocks_to_share):
     return lambda *arguments: [
         part._replace(end=max(part.first, part.end - 1), block_ids=part.block_ids[:-1])
-        for part in columns_to_share(*arguments)
+        for part in blocks_to_share(*arguments)
     ]
 
 
@@ -355,7 +355,7 @@ BUGS = {  # where, and its replacement made of what was there
     "a window loses its oldest block": (
         GrowthTable, "first_block", lambda first: lambda growth, n: first(growth, n + 2)
     ),
-    "a fork shares one block too few": (_manager, "columns_to_share", short),
+    "a fork shares one block too few": (_manager, "blocks_to_share", short),
     "a shared block is written": (
         _changes, "_written", lambda _: lambda *arguments: range(0)
     ),
@@ -372,7 +372,7 @@ BUGS = {  # where, and its replacement made of what was there
         _resuming, "_lost_states", lambda _: lambda b, g, rows, n: np.zeros(rows.size, bool)
     ),
     "every end of a block is taken for a kept state": (
-        _resuming, "_is_kept", lambda _: lambda state, group, rows, n: n % 4 == 0
+        _resuming, "_keeps_state", lambda _: lambda state, group, rows, n: n % 4 == 0
     ),
     "nothing is zeroed": (machines, "_step", lose("zero_ends")),
     "nothing is copied": (machines, "_step", lose("copy_ends")),

@@ -71,9 +71,9 @@ class ModelDevice:
     chance: of an interrupt, in each call and while the host waits for one.
     """
 
-    def __init__(self, forward: Any, params: int, cache: Device, num_drawn: int):
+    def __init__(self, forward: Any, params: int, cache: Device, num_sampled: int):
         self.params, self.cache, self.kind, self.vocab_size = params, cache, Kind.GREEDY, VOCAB
-        self._sampled = np.zeros(num_drawn, np.int64)
+        self._sampled = np.zeros(num_sampled, np.int64)
         self.draw, self.chance, self.has_ring = random.Random(0), 0.0, False
         self.host_blocks = SimpleNamespace(warm_up=self._take_memory, bytes_in_flight=7)
         self.host_bytes: list[int] = []  # in each warm-up

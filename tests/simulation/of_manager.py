@@ -181,7 +181,7 @@ class ManagerServing(Serving):
             request = Known(name, tokens, donor.salt, donor.adapter, donor.media)
             request.encoder_tokens, request.verified = donor.encoder_tokens, len(tokens)
             self.oracle.fork(donor, request, count)
-            known = self.manager._prefixes.kept.num_known(self.manager.requests[name])
+            known = self.manager._prefixes.cached.num_known(self.manager.requests[name])
             assert known <= count, "a fork knows tokens that it does not share"
             self.requests[name] = request
             self.prefixes.fork(donor.name, name, count)
@@ -205,7 +205,7 @@ class ManagerServing(Serving):
         is_known = count == 0 or count >= request.computed or all(count in of for of in states)
         if not is_known and self.oracle.may_resume(request, count):
             return  # an engine knows which states it wrote
-        kept, row = self.manager._prefixes.kept, self.manager.requests[name]
+        kept, row = self.manager._prefixes.cached, self.manager.requests[name]
         known = min(count, kept.num_known(row))
         self.say(f"rewind({{{name!r}: {count}}})")
         if self.refused(lambda: self.manager.rewind({name: count})):

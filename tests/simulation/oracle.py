@@ -389,7 +389,7 @@ class Oracle:
 
     def check_tree(self) -> None:
         """Checks the books of the prompts that are remembered against each other."""
-        tree, of_rows = self.manager._prefixes._tree, self.manager._prefixes.kept._of.values()
+        tree, of_rows = self.manager._prefixes._tree, self.manager._prefixes.cached._of.values()
         assert all(prompt.num_cached <= prompt.tokens.size for prompt in of_rows), "kept tokens"
         for block in tree.read_only_until.nonzero()[0].tolist():
             frozen = tree.read_only_until[block]
@@ -418,7 +418,7 @@ class Oracle:
         assert not (state.is_stale | state.may_share)[is_free].any(), "marks of a free row"
         assert state.has_stale == state.is_stale.any(), "rows that lag"
         for group, growth in enumerate(state.growth.growths):
-            source, first, end = state._held[:, group, :, None]
+            source, first, end = state._allocated[:, group, :, None]
             at = np.arange(state.row_blocks[group])
             is_allocated = (at == source) | ((first <= at) & (at < end))
             ids = state.table[:, state.starts[group] : state.starts[group + 1]]

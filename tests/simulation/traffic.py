@@ -42,7 +42,7 @@ class Watched(BlockManager):
         """Counts the hit."""
         hit = super().start(request, tokens, **options)
         if "not_looked_up" not in hit.reasons:
-            known = self._prefixes.kept.num_known(hit.row)
+            known = self._prefixes.cached.num_known(hit.row)
             cached, from_host = hit.num_cached_tokens, hit.num_host_tokens
             self.told.update(requests=1, hits=cached > 0, host_hits=from_host > 0)
             self.told.update(prompt_tokens=known, cached_tokens=cached, host_tokens=from_host)
@@ -80,7 +80,7 @@ class Watched(BlockManager):
 
     def _num_made(self) -> np.ndarray:
         """Returns how many states were kept of each row, some of them only for a moment."""
-        of_rows = map(self._prefixes.kept.get, range(self.max_requests))
+        of_rows = map(self._prefixes.cached.get, range(self.max_requests))
         return np.array([0 if prompt is None else len(prompt.checkpoints) for prompt in of_rows])
 
     def _has_to_copy(self, name: Hashable) -> bool:
@@ -92,7 +92,7 @@ class Watched(BlockManager):
 
     def _check_states(self) -> None:
         """Checks that states have no more blocks than they may, whatever has brought them back."""
-        most = self._prefixes.kept._max_checkpoint_blocks
+        most = self._prefixes.cached._max_checkpoint_blocks
         assert self.prefix_stats().checkpoint_blocks <= most, "more blocks of states than may be"
 
     def grow(self, work: Any) -> None:

@@ -1,4 +1,4 @@
-"""The prompts of rows, and the blocks of them that are kept for later prompts. No jax."""
+"""The prompts of rows, and the blocks of them that are cached for later prompts. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS
 from jaxkv._src.blocks._prompts import CachedPrompt
-from jaxkv._src.blocks._resuming import columns_to_share
+from jaxkv._src.blocks._resuming import blocks_to_share
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.offload import OffloadManager
 from jaxkv._src.prefixes import MAX_TOKEN, KnownNamespaces, PrefixEvents, PrefixTree, as_tokens
@@ -15,10 +15,10 @@ from jaxkv._src.uploads import Batch, Ints
 
 
 class CachedPrompts:
-    """The prompts of rows, and the blocks of them that are kept.
+    """The prompts of rows, and the blocks of them that are cached.
 
-    known: prompts of which blocks were kept.
-    epoch: of prompts whose blocks may be kept.
+    known: prompts with cached blocks.
+    epoch: of prompts whose blocks may be cached.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class CachedPrompts:
             prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
         computed = int(self._state.computed[row])
         count = min(computed, prompt.tokens.size)
-        columns = self._whole_columns(row, 0, min(count, prompt.num_cached))
+        columns = self._whole_blocks(row, 0, min(count, prompt.num_cached))
         if not all(self._tree.are_cached(ids).all() for _, ids in columns):
             prompt.num_cached = 0  # those that were kept in place of these may be gone by now
         is_end = 0 < count == computed and not self._state.awaits_copy(row)
@@ -154,7 +154,7 @@ class CachedPrompts:
             count = max([count // block * block for block in self._whole], default=0)
             if count <= prompt.num_cached:
                 return
-        columns = self._whole_columns(row, prompt.num_cached, count)
+        columns = self._whole_blocks(row, prompt.num_cached, count)
         made = self._tree.cache(
             prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
         )
@@ -171,7 +171,7 @@ class CachedPrompts:
     def announce(
         self, prompt: CachedPrompt, count: int, columns: Sequence[tuple[int, np.ndarray]]
     ) -> None:
-        """Writes into the event log which whole blocks of a prompt's first tokens are kept now.
+        """Writes into the event log which whole blocks of a prompt's first tokens are cached now.
 
         Args:
           columns: per group, a column and the block ids from there on.
@@ -181,7 +181,7 @@ class CachedPrompts:
                 kept = np.where(self._tree.are_cached(ids), ids, 0).tolist()
                 self._events.stored(prompt.chain, prompt.tokens[:count], group, first, kept)
 
-    def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
+    def _whole_blocks(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
         """Returns, per group, the first whole column between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
         firsts = self._state.allocated_in(row)[1]
@@ -193,7 +193,7 @@ class CachedPrompts:
             end = count // policy.block
             if lost := self._state.lost_ends.item(group, row):
                 end = min(end, lost // policy.block - 1)
-            found.append((first, self._state.columns_of(row, group)[first:end]))
+            found.append((first, self._state.logical_blocks_of(row, group)[first:end]))
         return found
 
     def _ends(self, row: int, count: int) -> np.ndarray | None:
@@ -202,7 +202,7 @@ class CachedPrompts:
         0: the tokens end with a whole block.
         """
         try:
-            columns = columns_to_share(self._state, row, count)
+            columns = blocks_to_share(self._state, row, count)
         except ValueError:
             return None
         ends = np.zeros(len(columns), np.int32)
@@ -223,7 +223,7 @@ class CachedPrompts:
                 self._state.pool.uncache(np.union1d(ids, self.forget(ids)))
 
     def forget(self, ids: np.ndarray) -> np.ndarray:
-        """Takes kept blocks out of device memory. Returns others that are no longer kept."""
+        """Takes cached blocks out of device memory. Returns others that are no longer cached."""
         others = self._tree.forget(ids) if self._offload is None else self._offload.evict(ids)
         if self._events is not None:
             self._events.removed(ids.tolist())

@@ -29,7 +29,7 @@ def plan_changes(
     """
     changing, aligned = totals > state.needs_no_change_until[rows], state.growth.aligned
     if aligned.size:  # a step shorter than its `grow` needs earlier states
-        first = state.held(rows)[1, aligned]
+        first = state.allocated(rows)[1, aligned]
         changing |= (totals <= first * state.growth.block_tokens[aligned]).any(0)
     index = changing.nonzero()[0]
     if not index.size:
@@ -38,9 +38,9 @@ def plan_changes(
     changes = _growth_of_rows(state, index, rows, computed[index], totals[index])
     shared: list[SharedCell] = []
     if state.pool.has_shared_blocks and np.count_nonzero(state.may_share[rows]):
-        shared = _shared_cells(state, rows, changes.held)
+        shared = _shared_cells(state, rows, changes.allocated)
     needed, free = _blocks_needed(state, changes, shared), state.pool.num_free_blocks
-    if needed > free:  # holders overwrite what is only kept for later prompts
+    if needed > free:  # holders overwrite what is only cached
         kept = {cell.block_id for cell in shared if not state.pool.others_of(cell.block_id)}
         if needed - len(kept) > free:
             raise OutOfBlocksError(needed - len(kept), free)
@@ -61,8 +61,8 @@ def _with_shared(state: RequestState, changes: Changes, shared: Sequence[SharedC
     """Adds cells that get a block of their own to changes; the device has to learn of them."""
     sent = state.sent.take(changes.rows, axis=1) if changes.sent is None else changes.sent
     at = {row: i for i, row in enumerate(changes.rows.tolist())}
-    for group, row, column, *_ in shared:
-        sent[group, at[row]] = min(sent[group, at[row]], column)
+    for group, row, logical_block, *_ in shared:
+        sent[group, at[row]] = min(sent[group, at[row]], logical_block)
     return changes._replace(shared=shared, sent=sent)
 
 
@@ -74,16 +74,16 @@ def _growth_of_rows(
     totals: np.ndarray,
 ) -> Changes:
     """Returns the changes of rows, but for blocks that are shared."""
-    growth, before, aligned = state.growth, state.held(rows), state.growth.aligned
+    growth, before, aligned = state.growth, state.allocated(rows), state.growth.aligned
     after = before.copy()
     first, end = after[1], after[2]
     np.maximum(end, growth.end_block(totals), out=end)
     if growth.crossed.size:
-        end[growth.crossed] = state.encoder_columns[growth.crossed][:, rows]
+        end[growth.crossed] = state.encoder_blocks[growth.crossed][:, rows]
     if aligned.size:
         end[aligned] = before[2, aligned]  # `_aligned_changes` handles these groups
     dropped = NO_CELLS
-    if growth.has_windows:  # a released column never gets a block again
+    if growth.has_windows:  # a released logical block never gets a block again
         np.maximum(first, growth.first_block(computed), out=first)
         dropped = Cells.between(rows, before[1], first)
     fresh, sent = Cells.between(rows, before[2], end), None
@@ -101,7 +101,7 @@ def _aligned_changes(
 ) -> tuple[Cells, Cells]:
     """Returns the fresh and the dropped cells of "align" states; lowers ``sent`` to the fresh ones.
 
-    A row holds the source and the newest states. The columns before and after the step are
+    A row holds the source and the newest states. Its logical blocks before and after the step are
     compared one by one, because a step that is shorter than its `grow` can move them back.
     """
     fresh, dropped = [NO_CELLS], [NO_CELLS]
@@ -111,13 +111,17 @@ def _aligned_changes(
             (fresh, after[:, group], before[:, group]),
             (dropped, before[:, group], after[:, group]),
         ):
-            columns = np.column_stack([inside[0], inside[1][:, None] + offsets])
-            only = holds(inside, columns) & ~holds(outside, columns) & (columns >= 0)
-            only[:, 1:] &= columns[:, 1:] != columns[:, :1]  # the source counts once
+            logical_blocks = np.column_stack([inside[0], inside[1][:, None] + offsets])
+            only = (
+                holds(inside, logical_blocks)
+                & ~holds(outside, logical_blocks)
+                & (logical_blocks >= 0)
+            )
+            only[:, 1:] &= logical_blocks[:, 1:] != logical_blocks[:, :1]  # the source counts once
             index, at = only.nonzero()
-            cells.append(Cells(np.full(index.size, group), rows[index], columns[index, at]))
+            cells.append(Cells(np.full(index.size, group), rows[index], logical_blocks[index, at]))
             if cells is fresh:
-                np.minimum.at(sent[group], index, columns[index, at])
+                np.minimum.at(sent[group], index, logical_blocks[index, at])
     return Cells.joined(fresh), Cells.joined(dropped)
 
 
@@ -150,22 +154,22 @@ def _of_row(state: RequestState, row: int, after: Sequence[Sequence[int]]) -> It
     """Yields the cells of a row whose block the row may not overwrite with its next tokens."""
     computed, before = int(state.computed[row]), zip(*state.allocated_in(row), strict=True)
     for group, (held, (_, first, end)) in enumerate(zip(before, after, strict=True)):
-        ids, tokens = state.columns_of(row, group), state.block_tokens[group]
-        for column in _written(state, group, computed // tokens, held):
-            block_id = int(ids[column])
-            if first <= column < end and block_id != NULL_BLOCK:
+        ids, tokens = state.logical_blocks_of(row, group), state.block_tokens[group]
+        for logical_block in _written(state, group, computed // tokens, held):
+            block_id = int(ids[logical_block])
+            if first <= logical_block < end and block_id != NULL_BLOCK:
                 if state.pool.must_copy(block_id, computed):
-                    is_read = column * tokens < computed
-                    yield SharedCell(group, row, column, block_id, is_read)
+                    is_read = logical_block * tokens < computed
+                    yield SharedCell(group, row, logical_block, block_id, is_read)
 
 
 def _written(
-    state: RequestState, group: int, next_column: int, held: Sequence[int]
+    state: RequestState, group: int, next_block: int, held: Sequence[int]
 ) -> Iterable[int]:
-    """Returns the columns that a row holds and that its next tokens may overwrite."""
+    """Returns the allocated logical blocks of a row that its next tokens may overwrite."""
     source, first, end = held
     if group in state.growth.crossed:
         return ()
     if group in state.growth.aligned:  # the newest state may move back to any of them
         return sorted({*range(first, end), source})
-    return range(max(first, next_column), end)
+    return range(max(first, next_block), end)

@@ -20,8 +20,8 @@ class PendingCopies:
         return bool(self._of)
 
     @property
-    def held(self) -> list[tuple[SharedCell, int]]:
-        """The copies to make, by group, and the block of each: those that are held still."""
+    def pending(self) -> list[tuple[SharedCell, int]]:
+        """The copies to make, by group, and the block of each: if still allocated."""
         new = np.array(list(self._of), np.int32)
         held = new[self._pool.references_of(new) > 0]
         return sorted((self._of[block_id], block_id) for block_id in held.tolist())
@@ -29,14 +29,14 @@ class PendingCopies:
     @property
     def sources(self) -> np.ndarray:
         """Blocks that are copied, int64[N]."""
-        return np.unique(np.array([cell.block_id for cell, _ in self.held], np.int64))
+        return np.unique(np.array([cell.block_id for cell, _ in self.pending], np.int64))
 
     def go_into(self, ids: np.ndarray) -> bool:
         """Returns whether any of ``ids`` starts as a copy."""
         return bool(self._of) and not self._of.keys().isdisjoint(ids.tolist())
 
     def add(self, new: int, cell: SharedCell) -> None:
-        """Lets a block start as a copy of that of ``cell``."""
+        """Schedules a copy of the block of ``cell`` into a new block."""
         self._pool.is_fresh[new] = False
         # An upload makes all its copies at once, so none may read what another one writes.
         before = self._of.get(cell.block_id)
@@ -48,7 +48,7 @@ class PendingCopies:
             self._of.pop(block_id, None)
 
     def drop(self, block_id: int) -> None:
-        """Lets a held block start empty instead."""
+        """Cancels the copy; the block starts empty."""
         del self._of[block_id]
         self._pool.is_fresh[block_id] = True
 

@@ -13,8 +13,8 @@ from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
 from jaxkv._src.blocks._resuming import (
     ExportedBlocks,
+    blocks_to_share,
     check_rewind,
-    columns_to_share,
     export_blocks,
     imported,
 )
@@ -100,9 +100,9 @@ class BlockManager(Unique):
         Args:
           plan: from `plan_cache`.
           max_requests: rows of the block tables, as given to `make_cache`.
-          checkpoint_share: largest share of all blocks that may keep recurrent states for later
+          checkpoint_share: largest share of all blocks that may cache recurrent states for later
             prompts, 0.0 to 1.0; the least recently used states are dropped first.
-          events: log to which the manager writes the whole blocks that it keeps for later prompts,
+          events: log to which the manager writes the whole blocks that it caches for later prompts,
             evicts and clears; None: their keys are not computed. See `jaxkv.prefixes`.
           host_memory: memory for cached blocks that are evicted from the device; call
             `take_transfers` for every step then. None: evicted blocks are forgotten.
@@ -186,7 +186,7 @@ class BlockManager(Unique):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that requests can still take, including warm ones."""
+        """Blocks that requests can still take, including evictable ones."""
         return self.block_pool.num_free_blocks
 
     @property
@@ -206,14 +206,15 @@ class BlockManager(Unique):
 
     def num_known_tokens(self, request: Hashable) -> int:
         """Returns the first tokens of a request whose ids the manager knows; see `finish`."""
-        return self._prefixes.kept.num_known(self._rows.row(request))
+        return self._prefixes.cached.num_known(self._rows.row(request))
 
     def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
         """Returns, per group, the block ids of a request's row in order; 0 (null) for no block."""
         row, state = self._rows.row(request), self._state
         ends = state.allocated_in(row)[2]
         return tuple(
-            tuple(state.columns_of(row, group)[:end].tolist()) for group, end in enumerate(ends)
+            tuple(state.logical_blocks_of(row, group)[:end].tolist())
+            for group, end in enumerate(ends)
         )
 
     def allocated_blocks(self, *requests: Hashable) -> tuple[int, ...]:
@@ -247,11 +248,11 @@ class BlockManager(Unique):
 
         Without ``tokens`` the request starts with no blocks, and none of its blocks are kept for
         later prompts. With ``tokens`` its first step continues after ``num_cached_tokens`` of the
-        returned hit, and whole blocks of its prompt are kept for later prompts from the step that
+        returned hit, and whole blocks of its prompt are cached for later prompts from the step that
         computes them on, until other requests need the memory. With recurrent states, a request
-        continues after a kept state, which may lie after any token. A request that is about to
-        write into a shared or kept block gets a copy of it in the same step, whose shape needs room
-        for the copy: see ``forks`` and ``cached_tokens`` of `StepShape.for_plan`.
+        continues after a cached state, which may lie after any token. A request that is about to
+        write into a shared or cached block gets a copy of it in the same step, whose shape has to
+        hold the copy: see ``forks`` and ``cached_tokens`` of `StepShape.for_plan`.
 
         Args:
           request: any hashable name.
@@ -260,7 +261,7 @@ class BlockManager(Unique):
           salt: requests share blocks only with requests of the same salt.
           extra_keys: other inputs that the cached content depends on, such as adapters and images.
           boundaries: numbers of tokens after which later prompts may differ, such as the end of a
-            system prompt; recurrent states are kept there. See `PrefixHit.chunk_ends`.
+            system prompt; recurrent states are cached there. See `PrefixHit.chunk_ends`.
           max_cached_tokens: the longest prefix to share; None: all but the last token.
           encoder_tokens: encoder tokens of the request; a plan with cross attention needs it.
 
@@ -310,12 +311,12 @@ class BlockManager(Unique):
         if num_tokens > computed:
             raise _past(num_tokens, computed, donor)
         self._rows.check_new(into)
-        columns = columns_to_share(self._state, row, num_tokens)
+        columns = blocks_to_share(self._state, row, num_tokens)
         for name in into:
             self._prefixes.loads.discard_swapped(name)
             new = self._rows.take(name)
             self._state.fork(row, new, num_tokens, columns)
-            self._prefixes.kept.fork(row, new, num_tokens)
+            self._prefixes.cached.fork(row, new, num_tokens)
 
     @_alone
     def finish(self, request: Hashable, tokens: Ints | None = None) -> None:
@@ -324,13 +325,13 @@ class BlockManager(Unique):
         Args:
           request: a running request.
           tokens: token ids that the request generated, if it was started with ``tokens``. The
-            whole blocks of those that it computed are kept, for later prompts that begin with
+            whole blocks of those that it computed are cached, for later prompts that begin with
             them. Leave out rejected drafts.
 
         Raises:
           TypeError, ValueError: the request is not running, or tokens are not token ids.
         """
-        self._prefixes.kept.finish(self._rows.row(request), tokens)
+        self._prefixes.cached.finish(self._rows.row(request), tokens)
         self._end(request)
 
     @_alone
@@ -339,30 +340,33 @@ class BlockManager(Unique):
 
         The blocks count as free. As soon as others need them, they go to host memory; if that has
         no room for all of them, they are forgotten, and so they are by `new_epoch`, `reset` and
-        `reset_prefixes`. The names of parked requests are free for others: `start` and `fork`
-        forget what was parked under them.
+        `reset_prefixes`. The names of swapped-out requests are free for others: `start` and `fork`
+        forget what was swapped out under them.
 
         Args:
           request: a running request.
           tokens: as for `finish`, which then takes only those after them.
 
         Returns:
-          Whether it is parked. A request is ended as by `finish` if it has computed nothing, if its
-          next upload copies one of its blocks, or if its state may lie in the block of a draft.
+          Whether it is swapped out. A request is ended as by `finish` if it has computed nothing,
+          if its next upload copies one of its blocks, or if its state may lie in the block of a
+          draft.
 
         Raises:
           TypeError, ValueError: as for `finish`, or the manager has no ``host_memory``.
         """
         row = self._rows.row(request)
         if self._offload is None:
-            raise ValueError("park needs host_memory= of BlockManager; finish the request instead")
+            raise ValueError(
+                "swap_out needs host_memory= of BlockManager; finish the request instead"
+            )
         is_swapped_out = self._prefixes.loads.swap_out(request, row, tokens)
         self._end(request)
         return is_swapped_out
 
     @_alone
     def swap_in(self, request: Hashable) -> PrefixHit:
-        """Gives a parked request a row, and all tokens that it had computed.
+        """Gives a swapped-out request a row, and all tokens that it had computed.
 
         Raises:
           ValueError: `num_swapped_tokens` of the request is 0, it runs, or no row is free.
@@ -370,25 +374,25 @@ class BlockManager(Unique):
         self._rows.check_new([request])
         if not self._prefixes.loads.num_swapped_tokens(request):
             raise ValueError(
-                f"request={request!r} has no parked tokens that fit now; start it, which computes "
-                "its tokens again, or wait until more blocks are free"
+                f"request={request!r} has no swapped-out tokens that fit now; start it, which "
+                "computes its tokens again, or wait until more blocks are free"
             )
         row = self._rows.take(request)
         self._state.start(row, 0)
         return self._prefixes.loads.swap_in(request, row)
 
     def num_swapped_tokens(self, request: Hashable) -> int:
-        """Returns the tokens with which `swap_in` would let a request go on now.
+        """Returns the tokens with which `swap_in` would continue a request now.
 
-        0: it is not parked, its blocks are gone, loading them is not worth it (`HostMemory`), or
-        too few blocks are free.
+        0: it is not swapped out, its blocks are gone, loading them is not worth it (`HostMemory`),
+        or too few blocks are free.
         """
         check_name(request)
         return self._prefixes.loads.num_swapped_tokens(request)
 
     @_alone
     def discard_swapped(self, request: Hashable) -> None:
-        """Forgets what was parked of a request that does not go on, if anything was."""
+        """Discards the swapped-out state of a request, if there is any."""
         check_name(request)
         self._prefixes.loads.discard_swapped(request)
 
@@ -413,14 +417,14 @@ class BlockManager(Unique):
         that this returns, in the same order: after the steps that were packed before have run, and
         before that of this request is started. With host memory, some of the blocks may have to go
         there first: carry out `take_transfers` before anybody writes. The tokens count as
-        ``cached_tokens`` of its first step. None of the blocks are kept for later prompts.
+        ``cached_tokens`` of its first step. None of the blocks are cached for later prompts.
 
         Raises:
           OutOfBlocksError: too few blocks are free; nothing is changed.
           TypeError, ValueError: ``num_tokens`` is not a positive int or more than the plan's
             ``max_model_len``, the request is already running, no row is free, or the plan stores
             encoder tokens; nothing is changed.
-          RuntimeError: the moves of the last step were not taken.
+          RuntimeError: the transfers of the last step were not taken.
         """
         self._check_transfers_taken()
         check_positive(num_tokens=num_tokens)
@@ -445,7 +449,7 @@ class BlockManager(Unique):
     def _end(self, request: Hashable) -> None:
         row = self._rows.row(request)
         self._state.finish(row)
-        self._prefixes.kept.used(row)
+        self._prefixes.cached.used(row)
         self._rows.give_back(request)
 
     @_alone
@@ -494,14 +498,14 @@ class BlockManager(Unique):
             check_count(num_tokens=count)
             row = self._rows.row(name)
             computed = int(self._state.computed[row])
-            if count > max(computed, self._prefixes.kept.num_known(row)):
+            if count > max(computed, self._prefixes.cached.num_known(row)):
                 raise _past(count, computed, name)
         rows = np.array([self._rows.by_name[name] for name in num_tokens], np.int64)
         counts = np.array(list(num_tokens.values()), np.int64)
         stay = np.minimum(counts, self._state.computed[rows])
         check_rewind(self._state, list(num_tokens), rows, stay)
         self._state.rewind(rows, stay)
-        self._prefixes.kept.rewind(rows, counts)
+        self._prefixes.cached.rewind(rows, counts)
 
     @_alone
     def reset(self) -> None:
@@ -591,7 +595,7 @@ class BlockManager(Unique):
         return self._prefixes.stats()
 
     def offload_stats(self) -> OffloadStats | None:
-        """Returns what host memory holds, and counts of its moves; None without host memory."""
+        """Returns what host memory holds, and counts of its transfers; None without host memory."""
         return None if self._offload is None else self._offload.stats()
 
     @_alone
@@ -599,7 +603,7 @@ class BlockManager(Unique):
         """Starts a new epoch, whose requests share no blocks with those of earlier epochs.
 
         Call it when the weights of the model change. Running requests continue, and none of their
-        blocks are kept for later prompts.
+        blocks are cached for later prompts.
         """
         self._prefixes.new_epoch()
 

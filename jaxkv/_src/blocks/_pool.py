@@ -9,7 +9,7 @@ from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.id_queue import IdQueue
 from jaxkv._src.internal.numbers import NULL_BLOCK
 
-# An eviction makes a few more blocks cold than a step needs, so that most steps evict none.
+# An eviction frees a few more blocks than a step needs, so that most steps evict none.
 MAX_SPARE_BLOCKS, BLOCKS_PER_SPARE = 64, 256
 
 
@@ -37,8 +37,8 @@ class BlockUse(NamedTuple):
 
     own: blocks with one holder.
     shared: blocks with several holders.
-    warm: free blocks whose content is kept for later requests.
-    cold: free blocks whose content is not kept.
+    warm: free blocks whose content is cached for later requests.
+    cold: free blocks whose content is not cached.
     """
 
     own: int
@@ -51,10 +51,10 @@ class BlockPool:
     """Free list and reference counts of block ids 1 .. num_blocks - 1.
 
     Blocks are taken in the order in which they were freed, so a freed block stays untouched for
-    as long as the pool allows. A free block whose content is kept is warm, and may get holders
-    again. Warm blocks are taken when no other block is free, the least recently freed first.
-    Every operation is a few NumPy calls, whatever the number of ids. A block with one holder,
-    the most frequent case, has no count of its own.
+    as long as the pool allows. A free block whose content is cached is evictable, and may be
+    allocated again. Evictable blocks are taken when no other block is free, the least recently
+    freed first. Every operation is a few NumPy calls, whatever the number of ids. A block with one
+    holder, the most frequent case, has no count of its own.
 
     read_only_until: int64[num_blocks], the position before which no token of a block may be
       overwritten; 0: its content is not cached. `Prefixes` writes it, and that of blocks in host
@@ -62,8 +62,8 @@ class BlockPool:
     is_fresh: bool[num_blocks], whether a block was taken and not zeroed since. `RequestState` and
       the uploads write it, in plans that zero blocks.
     has_cached: whether the content of any block may be kept.
-    on_evict: called with warm blocks whose content is about to be lost; returns other blocks whose
-      content is useless without theirs.
+    on_evict: called with evictable blocks whose content is about to be lost; returns other blocks
+      whose content is useless without theirs.
     on_take: called with blocks that were free.
     """
 
@@ -99,7 +99,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without holders, warm ones included."""
+        """Blocks without holders, evictable ones included."""
         return self._uncached.size + self._evictable.size
 
     @property
@@ -135,7 +135,7 @@ class BlockPool:
         return ids
 
     def _evict(self, count: int) -> None:
-        """Makes warm blocks cold, at most ``count`` of them."""
+        """Evicts evictable blocks, at most ``count`` of them."""
         ids = self._evictable.pop(min(count, self._evictable.size))
         others = self.on_evict(ids)
         self._uncached.push(ids)
@@ -143,25 +143,25 @@ class BlockPool:
             self.uncache(others)
 
     def give_up(self, ids: np.ndarray) -> None:
-        """Forgets the kept content of blocks with one holder, which may then overwrite it."""
+        """Forgets the cached content of blocks with one holder, which may then overwrite it."""
         self.uncache(self.on_evict(ids))
 
     def uncache(self, ids: np.ndarray) -> None:
-        """Makes the warm blocks of ``ids`` cold, because their content is no longer kept."""
+        """Makes evictable blocks plain free ones, because their content is no longer cached."""
         self._uncached.push(ids[self._evictable.remove(ids)])
 
     def touch(self, ids: np.ndarray) -> None:
-        """Transfers the warm blocks of ``ids`` to the end of their queue, to be taken last."""
+        """Moves the evictable blocks of ``ids`` to the end of their queue, to be taken last."""
         self._evictable.push(ids[self._evictable.remove(ids)])
 
     def hold(self, ids: np.ndarray) -> None:
-        """Adds one reference to each of ``ids``: distinct blocks that are held or warm."""
+        """Adds one reference to each of ``ids``: distinct allocated or evictable blocks."""
         held = ids[~self._evictable.remove(ids)]
         self._more_holders[held] += 1
         self._num_shared += held.size
 
     def release(self, ids: np.ndarray) -> None:
-        """Drops one reference per id of held blocks; those without references become free."""
+        """Drops one reference per id of allocated blocks; those without references become free."""
         if self._num_shared:
             ids = self._left_by_all(ids)
         if self.has_cached:
@@ -191,7 +191,7 @@ class BlockPool:
         return np.where(is_allocated, 1 + self._more_holders[ids], 0)
 
     def others_of(self, ids: int | np.ndarray) -> np.ndarray:
-        """Returns each held block's holders beyond the first one, int32 of the ids' shape."""
+        """Returns each allocated block's holders beyond the first one, int32 of the ids' shape."""
         return self._more_holders[ids]
 
     def must_copy(self, ids: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Prefix caching: keeps the blocks of prompts, and finds them for later prompts. No jax."""
+"""Prefix caching: caches the blocks of prompts, and finds them for later prompts. No jax."""
 
 import functools
 from collections import Counter
@@ -42,10 +42,10 @@ from jaxkv._src.uploads import Ints
 
 
 class Prefixes:
-    """The prompts that the manager remembers, and the blocks that it keeps of them.
+    """The prompts that the manager remembers, and the blocks that it caches of them.
 
     events: of blocks that are cached, evicted and cleared; None: nobody wants them.
-    kept: the prompts of rows, and what is kept of them.
+    cached: the prompts of rows, and the cached blocks of them.
     loads: from host memory.
     """
 
@@ -64,8 +64,8 @@ class Prefixes:
         self._state, self._offload, self._tree = state, offload, _tree(state, plan)
         if offload is not None:
             offload.attach(self._tree, self.events)
-        self.kept = CachedPrompts(state, self._tree, checkpoint_blocks, self.events, offload)
-        self.loads = HostLoads(state, self._tree, self.kept, offload)
+        self.cached = CachedPrompts(state, self._tree, checkpoint_blocks, self.events, offload)
+        self.loads = HostLoads(state, self._tree, self.cached, offload)
         self._has_encoder, self._longest = bool(state.growth.crossed.size), plan.max_model_len
         self._codes = TokenCodes()
         self._counts = Counter(
@@ -151,7 +151,7 @@ class Prefixes:
         if found.num_host_tokens and not self.loads.fits(found.columns):
             found = find(self._tree, prefix.path, found.num_seen, prefix.limit, on_device=True)
             found = found._replace(reasons=("on_host",) * len(found.reasons))
-        found = found._replace(reasons=self.kept.known.reasons(namespace, encoded, found))
+        found = found._replace(reasons=self.cached.known.reasons(namespace, encoded, found))
         if found.checkpoint is not None:
             self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
         counts = self._counts
@@ -177,13 +177,13 @@ class Prefixes:
 
     def start(self, row: int, prompt: CachedPrompt, found: CachedPrefix) -> PrefixHit:
         """Gives a row that was just started its prompt, and the blocks of its prefix."""
-        self.kept.start(row, prompt)
+        self.cached.start(row, prompt)
         if found.num_host_tokens:
             columns = self.loads.loaded(found.columns, found.num_tokens, prompt)
             found = found._replace(columns=tuple(columns))
         if found.num_tokens:
             self._state.share(row, found.num_tokens, found.columns)
-        self.kept.bound_checkpoints()  # a load may have brought one
+        self.cached.bound_checkpoints()  # a load may have brought one
         shared = tuple([columns.block_ids.size for columns in found.columns])
         numbers = row, found.num_tokens, shared
         return PrefixHit(*numbers, found.reasons, prompt.chunk_ends, found.num_host_tokens)
@@ -191,7 +191,7 @@ class Prefixes:
     def _chunk_ends(
         self, num_tokens: int, found: CachedPrefix, boundaries: Sequence[int]
     ) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Returns the numbers of tokens after which the states of a prompt are to be kept.
+        """Returns the numbers of tokens after which the states of a prompt are to be cached.
 
         Returns:
           The ``chunk_ends`` and ``wanted`` of a `CachedPrompt`.
@@ -200,7 +200,7 @@ class Prefixes:
             return (), frozenset()
         limit = num_tokens - 1
         wanted = set(boundaries)
-        if found.num_seen - found.num_tokens >= self.kept.smallest_block:
+        if found.num_seen - found.num_tokens >= self.cached.smallest_block:
             wanted.add(min(found.num_seen, limit))
         ends = sorted(end for end in {*wanted, limit} if found.num_tokens < end <= limit)
         return tuple(ends), frozenset(wanted)
@@ -208,13 +208,13 @@ class Prefixes:
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
         self._counts["evicted_blocks"] += ids.size
-        return self.kept.forget(ids)
+        return self.cached.forget(ids)
 
     # --- resetting and counting ---------------------------------------------------
 
     def new_epoch(self) -> None:
-        """Forgets all kept blocks, but remembers that their prompts were cached."""
-        self.kept.epoch += 1
+        """Forgets all cached blocks, but remembers that their prompts were cached."""
+        self.cached.epoch += 1
         self.loads.swapped.clear()
         pool, kept = self._state.pool, self._tree.clear()
         pool.uncache(kept if self._offload is None else self._offload.clear(kept))
@@ -225,13 +225,13 @@ class Prefixes:
     def reset(self) -> None:
         """Forgets everything."""
         self.new_epoch()
-        self.kept.known.clear()
+        self.cached.known.clear()
         self._codes = TokenCodes()
 
     def follow(self, before: "Prefixes") -> None:
         """Counts on from another object, all of whose blocks are forgotten."""
         self._counts, self._reasons = before._counts, before._reasons
-        self.kept.epoch = before.kept.epoch + 1
+        self.cached.epoch = before.cached.epoch + 1
         if self.events is not None:
             self.events.cleared()
 
@@ -257,7 +257,7 @@ class Prefixes:
         if not codes.size:
             raise ValueError("tokens is empty; give the token ids of the prompt, at least one")
         adapters = frozenset([key for key in extra_keys if key.end is None])
-        return Namespace(self.kept.epoch, salt, adapters), codes
+        return Namespace(self.cached.epoch, salt, adapters), codes
 
 
 def _tree(state: RequestState, plan: Plan) -> PrefixTree:

@@ -73,14 +73,14 @@ class PrefixHit(NamedTuple):
       prompt that is not longer than a block, nothing at all. "other_groups": this group holds
       more, but other groups do not. "never_seen": no remembered prompt continues like this one.
       "shorter_than_a_block": one does, but for less than a block. "evicted": the blocks were
-      taken for other requests. "no_checkpoint": no state was kept there. "left_window": the
-      blocks left the window before they could be kept. "other_salt", "other_keys",
+      taken for other requests. "no_checkpoint": no state was cached there. "left_window": the
+      blocks left the window before they could be cached. "other_salt", "other_keys",
       "other_epoch": the same tokens are cached under another salt, with other extra keys, or
       from before `BlockManager.new_epoch`. "on_host": the rest is in host memory, and loading it
       is not worth it (`HostMemory`), or too few blocks are free. "not_looked_up": the request was
       started without tokens, or the plan stores encoder tokens.
     chunk_ends: numbers of tokens after which a chunk of the prompt should end, ascending, so that
-      states can be kept there: the given boundaries, the point where this prompt parts from a
+      states can be cached there: the given boundaries, the point where this prompt parts from a
       remembered one, and all tokens but the last. Empty for plans that need no such chunks.
     num_host_tokens: tokens of the prefix that come from host memory, beyond those that device
       memory alone holds.
@@ -100,11 +100,11 @@ class CachedPrompt:
 
     namespace: see `Namespace`.
     tokens: [N], codes of the tokens and their extra keys; see `TokenCodes`.
-    chunk_ends: numbers of tokens after which states are to be kept.
+    chunk_ends: numbers of tokens after which states are to be cached.
     wanted: numbers of tokens after which other prompts are expected to continue.
-    num_cached: first tokens whose blocks are kept already.
+    num_cached: first tokens whose blocks are cached already.
     checkpoints: the one that the request resumed from, and those that were made of its states.
-    may_go_on: whether tokens that the request computes after ``tokens`` may be kept.
+    may_go_on: whether tokens that the request computes after ``tokens`` may be cached.
     chain: the keys of its blocks; None without an event log.
     """
 
@@ -127,9 +127,9 @@ class PrefixStats:
     prompt_tokens: tokens of all prompts that were looked up.
     cached_tokens: tokens of all prefixes that were found.
     host_tokens: those of them that came from host memory.
-    evicted_blocks: kept blocks that were taken for other requests.
-    cached_blocks: blocks that are kept now, in device memory.
-    checkpoint_blocks: kept blocks of checkpoints of states; a block of two of them counts twice.
+    evicted_blocks: cached blocks that were taken for other requests.
+    cached_blocks: blocks that are cached now, in device memory.
+    checkpoint_blocks: cached blocks of checkpoints of states; a block of two of them counts twice.
     reasons: number of requests by the reason why their prefix was not longer, as given by the
       groups that ended it.
     """

@@ -12,7 +12,7 @@ from jaxkv._src.prefixes import SharedBlocks
 from jaxkv._src.uploads import Batch
 
 
-def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[SharedBlocks]:
+def blocks_to_share(state: RequestState, row: int, num_tokens: int) -> list[SharedBlocks]:
     """Returns the columns, per group, that the token after a row's first tokens reads.
 
     Raises:
@@ -36,7 +36,7 @@ def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[Sha
                 f"{group} that the next token reads; they left its window, or hold a newer "
                 "state. Pass the number of tokens that the request has computed"
             )
-        ids = state.columns_of(row, group)[first:end]
+        ids = state.logical_blocks_of(row, group)[first:end]
         found.append(SharedBlocks(source, first, end, ids))
     return found
 
@@ -58,7 +58,7 @@ def _holds_state(state: RequestState, row: int, group: int, num_tokens: int) -> 
       ValueError: the state is the newest, and may lie in the block of a draft.
     """
     if num_tokens != state.computed[row]:
-        return bool(_is_kept(state, group, np.array([row]), np.array([num_tokens]))[0])
+        return bool(_keeps_state(state, group, np.array([row]), np.array([num_tokens]))[0])
     if _may_lie_elsewhere(state, row, group, cdiv(num_tokens, state.block_tokens[group]) - 1):
         drafts = state.growth.growths[group].speculative_blocks
         raise ValueError(
@@ -89,7 +89,7 @@ def check_rewind(
     """Raises ValueError if a request no longer holds a block that its next token reads."""
     lost = np.zeros((len(state.growth.growths), rows.size), bool)
     if state.growth.has_windows:
-        lost = state.growth.first_block(num_tokens) < state.held(rows)[1]
+        lost = state.growth.first_block(num_tokens) < state.allocated(rows)[1]
     for group, growth in enumerate(state.growth.growths):
         if growth.stores == "state":
             lost[group] = _lost_states(state, group, rows, num_tokens)
@@ -142,15 +142,15 @@ def _lost_states(
         return ~drafted & (num_tokens > 0)
     block = state.block_tokens[group]
     column = cdiv(num_tokens, block) - 1
-    columns = state.held(rows)[:, group]
+    columns = state.allocated(rows)[:, group]
     # The first token reads no state, but a row of "all" states begins with the column that it got
     # first, and never gets an earlier one.
     starts_over = columns[1] == 0 if growth.cache_mode == "all" else np.True_
     held = np.where(num_tokens == 0, starts_over, holds(columns, column))
-    return ~(held & (drafted | _is_kept(state, group, rows, num_tokens)))
+    return ~(held & (drafted | _keeps_state(state, group, rows, num_tokens)))
 
 
-def _is_kept(
+def _keeps_state(
     state: RequestState, group: int, rows: np.ndarray, num_tokens: np.ndarray
 ) -> np.ndarray:
     """Returns whether the state after ``num_tokens`` tokens is held next to newer ones, bool[N].
@@ -201,9 +201,11 @@ def export_blocks(state: RequestState, row: int) -> ExportedBlocks:
             f"the request has computed {count} tokens, and none of them in a step since it was "
             "started, forked or resumed; export its blocks after its next step"
         )
-    columns_to_share(state, row, count)
+    blocks_to_share(state, row, count)
     spans = _columns(state, count)
-    ids = [state.columns_of(row, g)[first:end].copy() for g, (_, first, end) in enumerate(spans)]
+    ids = [
+        state.logical_blocks_of(row, g)[first:end].copy() for g, (_, first, end) in enumerate(spans)
+    ]
     return ExportedBlocks(count, tuple([first for _, first, _ in spans]), tuple(ids))
 
 
@@ -225,6 +227,6 @@ def imported(state: RequestState, row: int, num_tokens: int) -> ExportedBlocks:
 def _columns(state: RequestState, num_tokens: int) -> list[tuple[int, int, int]]:
     """Returns source, first and end of the columns that the token after a prefix reads."""
     if state.growth.crossed.size:
-        raise ValueError("a plan that stores encoder tokens hands no blocks over")
+        raise ValueError("a plan that stores encoder tokens exports no blocks")
     growths = zip(state.growth.growths, state.block_tokens, strict=True)
     return [growth.blocks_read(num_tokens, block) for growth, block in growths]

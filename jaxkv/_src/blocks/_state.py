@@ -17,26 +17,26 @@ from jaxkv._src.specs import GrowthTable
 class RequestState:
     """Block tables of G groups, and the progress of the requests in their R rows.
 
-    In each group, a row holds the blocks in columns ``first .. end - 1`` and in column ``source``,
-    the block of the recurrent state that the next token resumes from. ``source`` is -1 if there
-    is none, and may lie inside the range.
+    In each group, a row has allocated the logical blocks ``first .. end - 1`` and ``source``, the
+    block of the recurrent state that the next token resumes from. ``source`` is -1 if there is
+    none, and may lie inside the range.
 
-    table: int32[R, W], the groups' columns side by side; 0 (null) where a row holds no block.
-    starts: int64[G + 1], first column of each group in ``table``.
+    table: int32[R, W], the groups' logical blocks side by side; 0 (null) where none is allocated.
+    starts: int64[G + 1], first logical block of each group in ``table``.
     computed: int64[R], tokens of each request that are in the cache.
     max_computed: int64[R], ``computed`` before any rewind.
     step_start: int64[R], ``computed`` before the last step.
     needs_no_change_until: int64[R], the number of tokens up to which a row holds what it must.
-    may_share: bool[R], whether the next tokens of a row may go to a shared or kept block.
-    may_be_shared_until: int64[R], the number of first positions whose blocks may be shared or kept.
+    may_share: bool[R], whether the next tokens of a row may go to a shared or cached block.
+    may_be_shared_until: int64[R], number of first positions whose blocks may be shared or cached.
     encoder_tokens: int64[R].
-    encoder_columns: int64[G, R], the columns of each request's encoder tokens.
+    encoder_blocks: int64[G, R], the logical blocks of each request's encoder tokens.
     lost_ends: int64[G, R], the first end of a block of "all" states whose state may lie in the
       block of a draft instead of its own; 0: none does.
-    sent: int64[G, R], held columns below this one are on the device as they are here.
-    lags: bool[R], whether a row holds columns that the device does not have.
-    has_stale: whether any row lags.
-    unsynced_tokens: int64[R], computed tokens of a row of which the device has no column yet.
+    sent: int64[G, R], allocated logical blocks below this one are on the device as they are here.
+    is_stale: bool[R], whether a row has blocks that the device does not know.
+    has_stale: whether any row is stale.
+    unsynced_tokens: int64[R], computed tokens of a row that the device knows nothing of yet.
     copies: those that the next upload makes.
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
@@ -58,16 +58,16 @@ class RequestState:
         self._cells = self.table.reshape(-1)  # NumPy indexes one axis much faster than two
         groups, shape = len(growth.growths), (len(growth.growths), max_requests)
         self.block_tokens: list[int] = growth.block_tokens[:, 0].tolist()
-        self._held = np.zeros((3, *shape), np.int64)  # source, first, end
+        self._allocated = np.zeros((3, *shape), np.int64)  # source, first, end
         self._nothing = np.array([[-1], [0], [0]])  # source, first, end of a row without blocks
-        self._held[:] = self._nothing[..., None]
+        self._allocated[:] = self._nothing[..., None]
         # NumPy writes one axis much faster than two; see `_in_groups`.
-        self._firsts, self._ends = self._held[1].reshape(-1), self._held[2].reshape(-1)
+        self._firsts, self._ends = self._allocated[1].reshape(-1), self._allocated[2].reshape(-1)
         self._numbers = np.zeros((7 + 3 * groups, max_requests), np.int64)  # all 0 in a free row
         self.computed, self.max_computed, self.step_start = self._numbers[:3]
         self.needs_no_change_until, self.may_be_shared_until = self._numbers[3:5]
         self.encoder_tokens, self.unsynced_tokens = self._numbers[5:7]
-        self.encoder_columns, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
+        self.encoder_blocks, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
         self._synced = self.sent.reshape(-1)
         self._in_each_group = np.arange(groups * max_requests).reshape(shape)
         self._row_begins = np.arange(max_requests) * self.table.shape[1]
@@ -80,17 +80,17 @@ class RequestState:
 
     # --- reading ------------------------------------------------------------------
 
-    def columns_of(self, row: int, group: int) -> np.ndarray:
-        """Returns a view of a row's columns in one group, int32[row_blocks[group]]."""
+    def logical_blocks_of(self, row: int, group: int) -> np.ndarray:
+        """Returns a view of a row's logical blocks in one group, int32[row_blocks[group]]."""
         return self.table[row, self._starts[group] : self._starts[group + 1]]
 
-    def held(self, rows: np.ndarray) -> np.ndarray:
+    def allocated(self, rows: np.ndarray) -> np.ndarray:
         """Returns a copy of source, first and end of rows, int64[3, G, N]."""
-        return self._held.take(rows, axis=2)
+        return self._allocated.take(rows, axis=2)
 
     def allocated_in(self, row: int) -> list[list[int]]:
         """Returns source, first and end of one row, each a list over the groups."""
-        return self._held[:, :, row].tolist()
+        return self._allocated[:, :, row].tolist()
 
     def blocks_of(self, row: int) -> np.ndarray:
         """Returns the ids of all blocks that a row holds, group by group."""
@@ -98,7 +98,7 @@ class RequestState:
 
     def num_blocks_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns how many blocks rows hold, int64[G]; a shared block counts once per row."""
-        source, first, end = self.held(rows)
+        source, first, end = self.allocated(rows)
         apart = (source >= 0) & (source < first)
         return (np.maximum(end - first, 0) + apart).sum(axis=1)
 
@@ -127,14 +127,14 @@ class RequestState:
         Otherwise one step would copy several blocks of a row and group, for which shapes have no
         room.
         """
-        for (group, _, column, *_), block_id in self.copies.held:
-            holders = self.table[:, self._starts[group] + column] == block_id
-            if not (self.computed[holders] > column * self.block_tokens[group]).any():
+        for (group, _, logical_block, *_), block_id in self.copies.pending:
+            holders = self.table[:, self._starts[group] + logical_block] == block_id
+            if not (self.computed[holders] > logical_block * self.block_tokens[group]).any():
                 self.copies.drop(block_id)
 
     def _at(self, cells: Cells) -> np.ndarray:
         """Returns the index of each cell in the flat table, int64[K]."""
-        at = self._row_begins[cells.rows] + cells.columns
+        at = self._row_begins[cells.rows] + cells.logical_blocks
         if len(self.row_blocks) > 1:
             at += self.starts[cells.groups]
         return at
@@ -167,21 +167,21 @@ class RequestState:
         if shared:
             for cell in shared:
                 if cell.is_read:
-                    new = self.columns_of(cell.row, cell.group)[cell.column]
+                    new = self.logical_blocks_of(cell.row, cell.group)[cell.logical_block]
                     self.copies.add(int(new), cell)
             self.pool.release(np.array([cell.block_id for cell in shared], np.int32))
         at = self._in_groups(rows)
-        self._ends[at] = changes.held[2].reshape(-1)
+        self._ends[at] = changes.allocated[2].reshape(-1)
         if self.growth.has_windows or self.growth.aligned.size:
-            self._firsts[at] = changes.held[1].reshape(-1)
+            self._firsts[at] = changes.allocated[1].reshape(-1)
             if self.growth.aligned.size:
-                self._held[0, :, rows] = changes.held[0].T
+                self._allocated[0, :, rows] = changes.allocated[0].T
         self.needs_no_change_until[rows] = changes.needs_no_change_until
         self.may_share[rows] = self._shares_source(rows) if self.growth.aligned.size else False
         return ids
 
     def mark_synced(self, rows: np.ndarray, sent: np.ndarray, is_stale: np.ndarray | bool) -> None:
-        """Records which columns of rows the device has, int64[G, N], and whether they lag still."""
+        """Records what the device knows of rows, int64[G, N], and whether they are still stale."""
         self._synced[self._in_groups(rows)] = sent.reshape(-1)
         if self.has_stale or is_stale is not False:
             self.is_stale[rows] = is_stale
@@ -199,12 +199,12 @@ class RequestState:
         if not (self.growth.has_windows and rows.size):
             return
         self.version += 1
-        first = self.held(rows)[1]
+        first = self.allocated(rows)[1]
         seen = np.maximum(first, self.growth.first_block(self.computed[rows]))
         dropped = Cells.between(rows, first, seen)
         if dropped.num:
             self._drop(dropped)
-            self._held[1, :, rows] = seen.T
+            self._allocated[1, :, rows] = seen.T
 
     def _drop(self, cells: Cells) -> None:
         at = self._at(cells)
@@ -238,7 +238,7 @@ class RequestState:
         """Returns whether a step shorter than its `grow` would overwrite a shared "align" state."""
         shared, may_share = np.zeros(rows.size, bool), self.may_share[rows]
         for group in self.growth.aligned:
-            source = self._held[0, group, rows]
+            source = self._allocated[0, group, rows]
             ids = self.table[rows, self.starts[group] + np.maximum(source, 0)]
             shared |= (source >= 0) & self.pool.must_copy(ids, self.computed[rows])
         return shared & may_share
@@ -249,7 +249,7 @@ class RequestState:
         """Resets a row for a new request, which holds no blocks."""
         self.version += 1
         self.beginnings = object()  # the row may be in a group
-        self._held[:, :, row] = self._nothing
+        self._allocated[:, :, row] = self._nothing
         self._numbers[:, row] = 0
         self.encoder_tokens[row] = encoder_tokens
         if self.has_stale:
@@ -258,7 +258,7 @@ class RequestState:
         self.may_share[row] = False
         for group in self.growth.crossed.tolist():
             growth = self.growth.growths[group]
-            self.encoder_columns[group, row] = growth.live_range(0, 1, encoder_tokens).end
+            self.encoder_blocks[group, row] = growth.live_range(0, 1, encoder_tokens).end
 
     def finish(self, row: int) -> None:
         """Releases every block of a row and resets it."""
@@ -271,7 +271,7 @@ class RequestState:
         self.start(row, 0)
 
     def _spans_of(self, row: int) -> list[slice]:
-        """Returns the columns of ``table`` that a row holds, over all groups."""
+        """Returns the logical blocks of ``table`` that a row holds, over all groups."""
         spans: list[slice] = []
         for start, source, first, end in zip(self._starts, *self.allocated_in(row), strict=False):
             if 0 <= source < first:
@@ -287,14 +287,14 @@ class RequestState:
         positions = (at - self.starts[group]) * self.growth.block_tokens[group, 0]
         return (-positions).argsort(kind="stable")
 
-    def fork(self, donor: int, row: int, num_tokens: int, columns: Sequence[SharedBlocks]) -> None:
+    def fork(self, donor: int, row: int, num_tokens: int, blocks: Sequence[SharedBlocks]) -> None:
         """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens."""
         self.start(row, int(self.encoder_tokens[donor]))
-        until = self.go_on(row, num_tokens, columns, self.lost_ends[:, donor])
+        until = self.go_on(row, num_tokens, blocks, self.lost_ends[:, donor])
         self.note_shared(donor, until)
 
     def go_on(
-        self, row: int, num_tokens: int, columns: Sequence[SharedBlocks], lost_ends: np.ndarray
+        self, row: int, num_tokens: int, blocks: Sequence[SharedBlocks], lost_ends: np.ndarray
     ) -> int:
         """Gives a row that was just started the blocks of another one, or of its own from before.
 
@@ -304,9 +304,9 @@ class RequestState:
         Returns:
           The number of first positions whose blocks may be shared.
         """
-        self.share(row, num_tokens, columns)
+        self.share(row, num_tokens, blocks)
         self.lost_ends[:, row] = lost_ends
-        ends = [part.end * n for part, n in zip(columns, self.block_tokens, strict=True)]
+        ends = [part.end * n for part, n in zip(blocks, self.block_tokens, strict=True)]
         until = max([num_tokens, *(end for end in ends if end < INT32_MAX)])
         self.note_shared(row, until)
         return until
@@ -315,7 +315,7 @@ class RequestState:
         self,
         row: int,
         num_tokens: int,
-        columns: Sequence[SharedBlocks],
+        blocks: Sequence[SharedBlocks],
         *,
         are_allocated: bool = False,
     ) -> None:
@@ -326,11 +326,11 @@ class RequestState:
         """
         self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
         self.unsynced_tokens[row] = self.may_be_shared_until[row] = num_tokens
-        for group, (source, first, end, ids) in enumerate(columns):
-            self.columns_of(row, group)[first:end] = ids
-            self._held[:, group, row] = source, first, end
+        for group, (source, first, end, ids) in enumerate(blocks):
+            self.logical_blocks_of(row, group)[first:end] = ids
+            self._allocated[:, group, row] = source, first, end
         if not are_allocated:
-            self.pool.hold(np.concatenate([part.block_ids for part in columns]))
+            self.pool.hold(np.concatenate([part.block_ids for part in blocks]))
         ends_inside = any([num_tokens % tokens for tokens in self.block_tokens])
         if ends_inside or self.growth.aligned.size:
             self.note_shared(row)
@@ -340,7 +340,7 @@ class RequestState:
         """Makes the next step of a row check whether it must copy blocks before it writes.
 
         Args:
-          num_tokens: first positions of the row whose blocks are shared or kept now.
+          num_tokens: first positions of the row whose blocks are shared or cached now.
         """
         self.may_share[row], self.needs_no_change_until[row] = True, 0
         self.may_be_shared_until[row] = max(self.may_be_shared_until[row], num_tokens)
@@ -362,12 +362,12 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def holds(held: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns whether rows hold columns of one group, bool of the shape of ``columns``.
+def holds(held: np.ndarray, logical_blocks: np.ndarray) -> np.ndarray:
+    """Returns whether rows have allocated logical blocks of one group, bool of their shape.
 
     Args:
       held: int64[3, N], source, first and end.
-      columns: int64[N] or int64[N, C].
+      logical_blocks: int64[N] or int64[N, C].
     """
-    source, first, end = held.reshape(3, -1, *[1] * (columns.ndim - 1))
-    return (columns == source) | ((columns >= first) & (columns < end))
+    source, first, end = held.reshape(3, -1, *[1] * (logical_blocks.ndim - 1))
+    return (logical_blocks == source) | ((logical_blocks >= first) & (logical_blocks < end))

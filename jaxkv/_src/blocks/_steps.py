@@ -34,7 +34,7 @@ class PlannedStep:
     computed, totals: tokens of each request before and after the step.
     longest: the largest total.
     changes: what is still to be changed; None: nothing.
-    news: what its upload tells; None: nothing.
+    updates: what its upload tells the device; None without any.
     version: `RequestState.version` for which this holds.
     taken: the blocks of ``updates.cells``, if the step has taken all of them.
     """
@@ -58,7 +58,7 @@ class StepPlanner:
     def __init__(self, plan: Plan, state: RequestState, rows: RowAllocator, prefixes: Prefixes):
         """Creates the steps of a manager, from its parts."""
         self._plan, self._state, self._rows = plan, state, rows
-        self._kept, self._loads = prefixes.kept, prefixes.loads
+        self._cached, self._loads = prefixes.cached, prefixes.loads
         self._shape: object = self  # the shape that passed `_check_shape` last
         self._shapes: set[StepShape] = set()  # all that passed
         self._shared = [  # groups of layers in which a token reads all that are before it
@@ -87,7 +87,7 @@ class StepPlanner:
                 f"extra holds {own.size} token ids for {batch.num_tokens} tokens; pass "
                 "extra=schedule.token_ids, or make the shape without token_ids"
             )
-        if shape.token_ids and (row := self._kept.differs(batch, computed, own)) is not None:
+        if shape.token_ids and (row := self._cached.differs(batch, computed, own)) is not None:
             at = int((batch.rows == row).argmax())
             raise ValueError(
                 f"extra holds other token ids for request {self._rows.name(row)!r} than its prompt "
@@ -105,7 +105,7 @@ class StepPlanner:
         if shape.shared_prefixes and self._shared and state.pool.has_shared_blocks:
             self._write_prefixes(shape, data, batch.rows, computed)
         state.advance(batch.rows, computed, step.totals)
-        self._kept.after_step(batch.rows)
+        self._cached.after_step(batch.rows)
         return self._numbered(shape, data, ring)
 
     def grow(self, work: Work) -> None:
@@ -150,7 +150,7 @@ class StepPlanner:
         state = self._state
         key = rows.tobytes(), state.beginnings, shape.shared_prefixes
         if key != self._beginnings[0]:
-            ends = state.starts[:-1] + state.held(rows)[2].max(axis=1, initial=0)
+            ends = state.starts[:-1] + state.allocated(rows)[2].max(axis=1, initial=0)
             tables = [state.table[rows, state.starts[g] : ends[g]] for g in self._shared]
             sizes = [state.block_tokens[group] for group in self._shared]
             found = group_by_beginning(tables, sizes, computed, shape.shared_prefixes)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv._src.blocks._caching import CachedPrompts
 from jaxkv._src.blocks._cells import NO_IDS
 from jaxkv._src.blocks._prompts import CachedPrompt, PrefixHit
-from jaxkv._src.blocks._resuming import columns_to_share
+from jaxkv._src.blocks._resuming import blocks_to_share
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.offload import OffloadManager
 from jaxkv._src.prefixes import Checkpoint, PrefixPolicy, PrefixTree, SharedBlocks
@@ -20,7 +20,7 @@ class SwappedRequest:
     """A preempted request, and all that it goes on with.
 
     blocks: its blocks, group by group, wherever they lie now.
-    columns: theirs, with the ids of when it was parked.
+    columns: theirs, with the ids of when it was swapped out.
     lost_ends: see `RequestState`.
     prompt: None: it was started without tokens.
     """
@@ -47,7 +47,7 @@ class SwappedRequest:
         if not count or state.awaits_copy(row):
             return None
         try:
-            columns = columns_to_share(state, row, count)
+            columns = blocks_to_share(state, row, count)
         except ValueError:
             return None
         groups = np.repeat(range(len(columns)), [part.block_ids.size for part in columns])
@@ -64,7 +64,7 @@ class SwappedRequest:
         """Tokens that it has computed; 0: a block of them is gone."""
         return self.blocks.position if self.blocks.is_cached else 0
 
-    def columns_now(self) -> list[SharedBlocks]:
+    def blocks_now(self) -> list[SharedBlocks]:
         """Returns its columns, with the ids that the blocks have now."""
         return _with_ids(self.columns, self.blocks.blocks)
 
@@ -79,7 +79,7 @@ def _with_ids(columns: Sequence[SharedBlocks], block_ids: np.ndarray) -> list[Sh
 class HostLoads:
     """Loads of blocks from host memory, for prefixes and for preempted requests.
 
-    parked: preempted requests by name.
+    swapped: preempted requests by name.
     _taken: blocks that were taken although they may be loaded, because they were to be copied.
     """
 
@@ -87,10 +87,10 @@ class HostLoads:
         self,
         state: RequestState,
         tree: PrefixTree,
-        kept: CachedPrompts,
+        cached: CachedPrompts,
         offload: OffloadManager | None,
     ):
-        self._state, self._tree, self._kept, self._offload = state, tree, kept, offload
+        self._state, self._tree, self._cached, self._offload = state, tree, cached, offload
         self.swapped: dict[Hashable, SwappedRequest] = {}
         self._taken = NO_IDS
 
@@ -122,30 +122,30 @@ class HostLoads:
     def loaded(
         self, columns: Sequence[SharedBlocks], num_tokens: int, prompt: CachedPrompt | None
     ) -> Sequence[SharedBlocks]:
-        """Returns columns of tokens with all blocks on the device, once the next moves are made."""
+        """Returns columns of tokens with all blocks on the device, after the next transfers."""
         pool, (here, on_host) = self._state.pool, self._split(columns)
         if self._offload is None or not on_host.size:
             return columns
         ids = np.concatenate([part.block_ids for part in columns])
         pool.hold(here)  # or the blocks that are taken may be these
         into = self._offload.load(on_host, self._state.copies.take_to_load)
-        pool.release(np.concatenate([here, into]))  # warm, until the request holds them
+        pool.release(np.concatenate([here, into]))  # evictable, until the request takes them
         ids[ids >= pool.num_blocks] = into
         columns = _with_ids(columns, ids)
         if prompt is not None:
             parts = [(part.first, part.block_ids) for part in columns]
-            self._kept.announce(prompt, num_tokens, parts)
+            self._cached.announce(prompt, num_tokens, parts)
         return columns
 
     def are_read_by(self, rows: Sequence[int]) -> bool:
-        """Returns whether steps of rows read what the next moves need not load."""
+        """Returns whether steps of rows read what the next transfers need not load."""
         if self._offload is None or not self._offload.has_loads:
             return False
         started = [row for row in rows if self._state.unsynced_tokens[row]]
         return any(self._offload.await_loads(self._state.blocks_of(row)) for row in started)
 
     def before_step(self, rows: np.ndarray) -> None:
-        """Lets the moves before a step of ``rows`` have all loads, if the step needs some."""
+        """Requires all loads before a step of ``rows`` that needs some of them."""
         if self._taken.size:  # a copy of them may have been dropped
             self._give_up(self._taken)
         if self._offload is not None and self._offload.has_loads:
@@ -159,10 +159,10 @@ class HostLoads:
         """Keeps all that a row's next token reads, before it releases its blocks.
 
         Returns:
-          Whether all of it is kept; otherwise the whole blocks of its tokens are, as by `finish`.
+          Whether all of it is cached; otherwise the whole blocks of its tokens are, as by `finish`.
         """
-        swapped = SwappedRequest.of(self._state, self._tree.policies, row, self._kept.get(row))
-        self._kept.finish(row, tokens, caches_end=swapped is None)
+        swapped = SwappedRequest.of(self._state, self._tree.policies, row, self._cached.get(row))
+        self._cached.finish(row, tokens, caches_end=swapped is None)
         if swapped is None or self._offload is None:
             return False
         self._tree.swap_out(swapped.blocks)
@@ -176,32 +176,32 @@ class HostLoads:
         swapped = self.swapped.get(name)
         if swapped is None or self._offload is None or not swapped.num_tokens:
             return 0
-        columns = swapped.columns_now()
+        columns = swapped.blocks_now()
         _, on_host = self._split(columns)
         is_worth_it = not on_host.size or self._offload.is_worth_it(swapped.num_tokens, on_host)
         return swapped.num_tokens if is_worth_it and self.fits(columns) else 0
 
     def swap_in(self, name: Hashable, row: int) -> PrefixHit:
-        """Gives a row that was just started all that was parked; `num_swapped_tokens` is not 0."""
+        """Gives a new row all that was swapped out; `num_swapped_tokens` is not 0."""
         swapped = self.swapped[name]
-        count, prompt, columns = swapped.num_tokens, swapped.prompt, swapped.columns_now()
+        count, prompt, columns = swapped.num_tokens, swapped.prompt, swapped.blocks_now()
         is_on_host = self._split(columns)[1].size > 0
         columns = self.loaded(columns, count, prompt)
         self._state.go_on(row, count, columns, swapped.lost_ends)
         self.discard_swapped(name)
         ends: tuple[int, ...] = ()
         if prompt is not None:
-            self._kept.start(row, prompt)
+            self._cached.start(row, prompt)
             ends = tuple([end for end in prompt.chunk_ends if end > count])
         if self._offload is not None:
             self._offload.count(swapped_in_requests=1, swapped_in_tokens=count)
-        self._kept.bound_checkpoints()
+        self._cached.bound_checkpoints()
         shared = tuple([part.block_ids.size for part in columns])
         reasons = ("complete",) * len(columns)
         return PrefixHit(row, count, shared, reasons, ends, count if is_on_host else 0)
 
     def discard_swapped(self, name: Hashable) -> None:
-        """Forgets a request that was parked, if it was."""
+        """Discards the swapped-out state of a request, if there is any."""
         swapped = self.swapped.pop(name, None)
         if swapped is not None and self._offload is not None and swapped.num_tokens:
             freed = self._offload.let_go(self._tree.drop_checkpoint(swapped.blocks))

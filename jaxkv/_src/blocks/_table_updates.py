@@ -1,6 +1,6 @@
 """TableUpdates of an upload for the device: table cells, zeroed and copied blocks. NumPy only.
 
-It carries the columns that its own requests need and that the device does not have, as
+It carries the logical blocks that its own requests need and the device does not know, as
 `RequestState.sent` says. Blocks that other requests have taken wait until these compute.
 """
 
@@ -20,7 +20,7 @@ class TableUpdates(NamedTuple):
     rows: rows of the step that change.
     cells: cells of those rows that the device does not have yet.
     sent: `RequestState.sent` of the rows afterwards, which are their lengths on the device.
-    lags: bool[E], or one for all: whether the rows hold more than the device has then.
+    is_stale: bool[E], or one for all: whether the rows have more blocks than the device knows then.
     num_zeroed, num_copied: blocks to zero and to copy.
     """
 
@@ -35,7 +35,7 @@ class TableUpdates(NamedTuple):
 def find_updates(
     state: RequestState, rows: np.ndarray, totals: np.ndarray, changes: Changes | None
 ) -> TableUpdates | None:
-    """Returns the news of a step before it makes its changes; None for nothing.
+    """Returns the table updates of a step before it makes its changes; None without any.
 
     Args:
       rows: int64[N], rows of the step.
@@ -48,23 +48,23 @@ def find_updates(
         updates = _updates_of_rows(state, rows, totals, changes)
     elif changes is not None:  # the device knows the rows as they were before the changes
         num_zeroed = _num_zeroed(state, changes.fresh, changes) if state.zeroes else 0
-        updates = TableUpdates(changes.rows, changes.fresh, changes.held[2], False, num_zeroed)
+        updates = TableUpdates(changes.rows, changes.fresh, changes.allocated[2], False, num_zeroed)
     return _with_copies(state, updates) if state.copies else updates
 
 
 def _updates_of_rows(
     state: RequestState, rows: np.ndarray, totals: np.ndarray, changes: Changes | None
 ) -> TableUpdates:
-    """Returns the news of rows that change, and of those that lag."""
+    """Returns the table updates of rows that change or are stale."""
     is_told, growth = state.is_stale[rows], state.growth
     if changes is not None:
         is_told[changes.index] = True
     index = is_told.nonzero()[0]
     rows, totals = rows[index], totals[index]
-    held, sent, shared = state.held(rows), state.sent.take(rows, axis=1), ()
+    held, sent, shared = state.allocated(rows), state.sent.take(rows, axis=1), ()
     if changes is not None:
         at, shared = index.searchsorted(changes.index), changes.shared
-        held[:, :, at] = changes.held
+        held[:, :, at] = changes.allocated
         if changes.sent is not None:
             sent[:, at] = changes.sent
     source, first, end = held
@@ -94,7 +94,7 @@ def _num_zeroed(state: RequestState, cells: Cells, changes: Changes | None) -> i
     fresh = (ids == NULL_BLOCK) | state.pool.is_fresh[ids]
     for cell in () if changes is None else changes.shared:
         at = (cells.groups == cell.group) & (cells.rows == cell.row)
-        fresh[at & (cells.columns == cell.column)] = not cell.is_read
+        fresh[at & (cells.logical_blocks == cell.logical_block)] = not cell.is_read
     fresh &= state.groups_to_zero[cells.groups]
     num = int(np.count_nonzero(fresh))
     if state.growth.crossed.size:  # rows share the encoder blocks of a request that only grew
@@ -104,20 +104,20 @@ def _num_zeroed(state: RequestState, cells: Cells, changes: Changes | None) -> i
 
 
 def _with_copies(state: RequestState, updates: TableUpdates | None) -> TableUpdates:
-    """Adds the copies that earlier calls of `grow` left to news, whoever computes in the step.
+    """Adds the copies that earlier calls of `grow` have scheduled.
 
     The device learns of the cells of these copies at once, so that a later step of their requests
     has no more to tell than others.
     """
     if updates is None:
         updates = TableUpdates(NO_IDS, NO_CELLS, NO_IDS)
-    copies, told = state.copies.held, set(updates.rows.tolist())
+    copies, told = state.copies.pending, set(updates.rows.tolist())
     cells = [
-        (group, row, column)
-        for (group, row, column, *_), new in copies
+        (group, row, logical_block)
+        for (group, row, logical_block, *_), new in copies
         if row not in told
-        and column == state.sent[group, row]
-        and state.columns_of(row, group)[column] == new
+        and logical_block == state.sent[group, row]
+        and state.logical_blocks_of(row, group)[logical_block] == new
     ]
     more = Cells(*np.array(cells, np.int64).reshape(-1, 3).T)
     num_copied = updates.num_copied + len(copies)
@@ -131,13 +131,20 @@ def write_updates(
     updates: TableUpdates,
     taken: np.ndarray | None,
 ) -> None:
-    """Writes news into an upload, after the changes were made, and notes what the device has."""
-    groups, rows, columns = cells = updates.cells
+    """Writes table updates into an upload, after the changes, and records what the device knows."""
+    groups, rows, logical_blocks = cells = updates.cells
     ids = state.ids_at(cells) if taken is None else taken
     ends = state.group_ends(groups)
     put(shape, data, changed_rows=updates.rows, row_lengths=updates.sent.T.reshape(-1))
     if ids.size:
-        put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
+        put(
+            shape,
+            data,
+            entry_rows=rows,
+            entry_columns=logical_blocks,
+            entry_ids=ids,
+            entry_ends=ends,
+        )
     if updates.num_zeroed:
         zeroed = ids
         if taken is None or not state.zeroes_all:
@@ -148,8 +155,8 @@ def write_updates(
         put(shape, data, zero_ids=zeroed, zero_ends=ends)
         state.pool.is_fresh[zeroed] = False
     if state.copies:
-        copies = [(cell.group, cell.block_id, new) for cell, new in state.copies.held]
+        copies = [(cell.group, cell.block_id, new) for cell, new in state.copies.pending]
         write_copies(shape, data, copies)
         state.copies.clear()
-        state.sent[groups, rows] = np.maximum(state.sent[groups, rows], columns + 1)
+        state.sent[groups, rows] = np.maximum(state.sent[groups, rows], logical_blocks + 1)
     state.mark_synced(updates.rows, updates.sent, updates.is_stale)

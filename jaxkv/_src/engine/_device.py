@@ -43,12 +43,12 @@ class Device:
     may_be_lost: whether an exception has ended a call that may have taken the arrays along.
     """
 
-    def __init__(self, forward: Forward, params: Any, cache: KVCache, num_drawn: int):
+    def __init__(self, forward: Forward, params: Any, cache: KVCache, num_sampled: int):
         """Puts what is missing on the device.
 
         Args:
           cache: from `make_cache`, which is donated.
-          num_drawn: tokens of the latest steps to keep for the steps that follow.
+          num_sampled: tokens of the latest steps to keep for the steps that follow.
         """
         self._forward, self.params, self.kind = forward, params, Kind.GREEDY
         self.vocab_size, self.host_blocks, self._kinds = 0, HostBlocks(), _kinds_of(params)
@@ -60,14 +60,14 @@ class Device:
         self._only = None if others else first
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
         # of one that no step shall go on from. They have the sharding of what steps return.
-        self._num_drawn, self._sharding = num_drawn, cache.status.sharding
+        self._num_sampled, self._sharding = num_sampled, cache.status.sharding
         self._sampled: Any = self._none_sampled()
         jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="kind")
         options = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
         self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | o) for o in options]
 
     def run(self, uploads: Uploads) -> Array:
-        """Starts steps, and returns what they will draw; see `_run_steps`."""
+        """Starts steps, and returns what they will sample; see `_run_steps`."""
         if self.was_taken:
             raise RuntimeError(
                 "the engine's cache was donated to another call, or deleted, outside of the "
@@ -129,7 +129,7 @@ class Device:
             raise
 
     def trace(self, uploads: Uploads) -> None:
-        """Traces steps, so that mistakes of a model are said."""
+        """Traces steps, so that errors of the model surface early."""
         self._step_of(uploads).eval_shape(*self._arguments(uploads))
 
     def warm_up(self, calls: Sequence[Uploads]) -> None:
@@ -163,7 +163,7 @@ class Device:
         return isinstance(self.cache, SleepingCache)
 
     def _none_sampled(self) -> Array:
-        return jax.device_put(jnp.zeros(self._num_drawn, jnp.int32), self._sharding)
+        return jax.device_put(jnp.zeros(self._num_sampled, jnp.int32), self._sharding)
 
     def _step_of(self, uploads: Uploads) -> Any:
         return self.steps[uploads[0].shape.max_tokens <= FEW_TOKENS]
@@ -176,8 +176,8 @@ class Device:
     ) -> tuple[State, Array]:
         """Runs steps of one shape, each over the tokens that those before it drew.
 
-        Where they are several, a sample that draws a stop token writes nothing to the cache from
-        there on, and what it draws is void.
+        Where they are several, a sample that gets a stop token writes nothing to the cache from
+        there on, and what it samples is void.
 
         Args:
           uploads: their ``extra`` holds the token ids, and a `RECORD` for each of S samples.
@@ -249,7 +249,7 @@ def _has_deleted(tree: Any) -> bool:
 
 
 def _leave_ended_out(step: StepContext) -> Array:
-    """Lets requests whose newest token is -1 write nothing. Returns them, bool[B]."""
+    """Masks the writes of requests whose newest token is -1. Returns them, bool[B]."""
     batch, token_ids = step._batch, step._token_ids
     has_ended = take(token_ids.reshape(-1), batch.last_tokens) < 0
     ids = jnp.where(has_ended[:, None], NULL_BLOCK, batch.block_ids)

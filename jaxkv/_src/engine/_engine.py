@@ -93,7 +93,8 @@ class Engine(Unique):
           cache: from `make_cache`, for this plan and ``max_requests``: on a mesh, with scales or
             in another order. The engine donates it. None: ``make_cache(plan, max_requests=...)``.
           host_memory: for blocks that make room for others on the device: prefixes and preempted
-            requests come back from there, as far as that is worth it. None: they are computed.
+            requests come back from there, when that is faster than computing them. None: they are
+            computed.
           seed: of the requests that have none.
 
         Raises:
@@ -113,7 +114,7 @@ class Engine(Unique):
                 "a loop of your own, with BlockManager.start(encoder_tokens=), or a Scheduler and "
                 "its add(encoder_tokens=)"
             )
-        #: the books of its blocks, to read from
+        #: the engine's `BlockManager`; read-only
         self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)
         check_positive(decode_steps=decode_steps)
         check_at_most(plan.max_model_len, decode_steps=decode_steps)
@@ -133,13 +134,15 @@ class Engine(Unique):
         sizes = max_requests, max_tokens, shared_prefixes
         self._buckets = ShapeBuckets(self._scheduler, *sizes, reproducible=reproducible)
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
-        num_drawn = (lookahead + 2) * max_requests  # of idle steps, and of those not collected yet
-        self._device = Device(forward, params, cache, num_drawn)
+        num_sampled = (
+            lookahead + 2
+        ) * max_requests  # of idle steps, and of those not collected yet
+        self._device = Device(forward, params, cache, num_sampled)
         if reproducible:
             self._device.kind = Kind.LIMITED  # one compiled step for all samplings
         self._device.trace((self._buckets.to_trace.idle(),))
         parts = self._scheduler, self._samples, self.stats, self._device.ring(decode_steps)
-        self._packer = Packer(self.manager, self._buckets, *parts, num_drawn)
+        self._packer = Packer(self.manager, self._buckets, *parts, num_sampled)
         self._calls = Calls(self._device, self._packer, decode_steps)
         self._device.take_over()
 
@@ -327,8 +330,8 @@ class Engine(Unique):
         if self.has_work:
             raise ValueError(
                 f"the engine has {len(self._samples.tokens)} samples that have not ended, or "
-                "outputs that step has not returned: generate needs it for itself; call step until "
-                "has_work is False, or add these prompts to them"
+                "outputs that step has not returned: generate needs an idle engine; call step "
+                "until has_work is False, or add these prompts to them"
             )
         requests.sort(key=lambda samples: samples[0].num_prompt - samples[0].end)
         try:

@@ -30,7 +30,7 @@ NONE_SAMPLED = Sampled([], np.zeros(0, np.int64))
 class Step(NamedTuple):
     """A step that is packed.
 
-    moves: of blocks between the memories, before it runs.
+    transfers: of blocks between the memories, before it runs.
     """
 
     upload: Upload
@@ -43,9 +43,9 @@ class Packer:
     """Chooses the work of an engine's steps, and packs their uploads.
 
     ring: for page-locked uploads; None: NumPy arrays.
-    num_drawn: tokens of the latest steps that the device keeps.
-    place: on the device, of the tokens that the newest step draws.
-    drawn: by the newest step, if its tokens are on the device.
+    num_sampled: tokens of the latest steps that the device keeps.
+    place: index on the device of the tokens that the newest step samples.
+    sampled: by the newest step, if its tokens are on the device.
     """
 
     manager: BlockManager
@@ -54,7 +54,7 @@ class Packer:
     samples: Samples
     stats: Stats
     ring: Ring | None
-    num_drawn: int
+    num_sampled: int
     place: int = 0
     sampled: Sampled = NONE_SAMPLED
 
@@ -91,7 +91,7 @@ class Packer:
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
-        decodes = len(self.sampled.samples)  # have drawn a token, and want one more
+        decodes = len(self.sampled.samples)  # have sampled a token, and want one more
         if decodes == len(self.samples.tokens):
             return None
         return self.buckets.fill(self.scheduler.wanted(), decodes)
@@ -99,7 +99,7 @@ class Packer:
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
         index, ids = schedule.samples.index, self._token_ids(schedule)
         records, count = self.samples.records[index], index.size
-        place = self.place % (self.num_drawn - self.manager.max_requests)
+        place = self.place % (self.num_sampled - self.manager.max_requests)
         place += self.manager.max_requests  # those before are of idle steps
         records["index"] = schedule.samples.ints
         records["position"] += 1

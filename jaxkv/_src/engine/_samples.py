@@ -14,8 +14,9 @@ from jaxkv._src.prefixes import as_tokens
 
 NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
 NAMES = "index position last place sample top_k temperature top_p min_p seed stops".split()
-#: index: the sample's row of the logits. position: of the token that it draws, among those drawn;
-#: last: of its last one. place: of the token on the device, see `State`. The others: its sampling.
+#: index: the sample's row of the logits. position: of the token that it samples, among all that it
+#: samples; last: of its last one. place: of the token on the device, see `State`. The others: its
+#: sampling.
 #: `fields_of` finds a field by its number, because only the last is wider than an int32.
 RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiifffI", (np.int32, NUM_STOPS)]})
 RECORD_SIZE = RECORD.itemsize // 4  # int32s
@@ -165,7 +166,7 @@ class Samples:
 
 
 def record_of(sampling: Sampling, seed: int, number: int, last: int) -> tuple[Any, ...]:
-    """Returns the `RECORD` of a sample that has drawn nothing."""
+    """Returns the `RECORD` of a sample without tokens."""
     numbers = number, sampling.top_k or 0, sampling.temperature, sampling.top_p, sampling.min_p
     stops = [*sampling.stop_token_ids, *(-1,) * NUM_STOPS][:NUM_STOPS]
     return (0, -1, last, 0, *numbers, seed, stops)

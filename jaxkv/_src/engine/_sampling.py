@@ -30,11 +30,11 @@ class Kind(enum.IntEnum):
 
     GREEDY = 0  # the most likely tokens
     SAMPLED = 1
-    LIMITED = 2  # drawn, some with top_k, top_p or min_p
+    LIMITED = 2  # sampled, some with top_k, top_p or min_p
 
 
 def _with_remedies[T: type](cls: T) -> T:
-    """Lets a class say what to pass instead of options that other engines have."""
+    """Makes a class say what to pass instead of options that other engines have."""
     init = cls.__init__
     known = ", ".join(cls.__annotations__)
 
@@ -59,8 +59,8 @@ class Sampling:
 
     temperature: divides the logits; 0: the most likely token, whatever ``seed``, ``top_k``,
       ``top_p`` and ``min_p``.
-    top_k: keeps so many of the most likely tokens; None: all. Of equally likely ones the smallest
-      ids come first.
+    top_k: samples from the ``top_k`` most likely tokens; None: from all. Of equally likely ones the
+      smallest ids come first.
     top_p: of these keeps the fewest most likely ones that together reach this probability.
     min_p: of these drops tokens less likely than ``min_p`` times the most likely one.
     seed: of the request's random numbers, 0 to 2**32 - 1; None: the engine chooses one. Requests of

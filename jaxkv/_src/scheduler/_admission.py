@@ -42,19 +42,19 @@ class Admission:
     # --- waiting requests -----------------------------------------------------------
 
     def entering_tokens(self, running: Running) -> tuple[int, bool]:
-        """Returns the known tokens of waiting requests that have room, and whether others have not.
+        """Returns the known tokens of waiting requests that fit, and whether others do not.
 
         As if no prefix were cached: only a start tells how many tokens and blocks one saves.
         """
         queues, found, count = self._queues, 0, 0
         if not queues.may_admit:
             return found, bool(queues.waiting)
-        room = self._budget_left(running)
+        budget = self._budget_left(running)
         for request in itertools.islice(queues.waiting, queues.num_free_rows):
             blocks = self._prompt_blocks(request)
-            if not self._fits_budget(request, room, blocks):
+            if not self._fits_budget(request, budget, blocks):
                 break
-            room.take(request, blocks)
+            budget.take(request, blocks)
             found, count = found + queues.num_tokens(request), count + 1
         return found, count < len(queues.waiting)
 
@@ -96,13 +96,15 @@ class Admission:
         self._prompts.swap_out(request)
         self._queues.stop(request)
 
-    def _start(self, step: StepBudget, request: Request, room: AdmissionBudget) -> PrefixHit | None:
-        """Starts a request with its cached prefix and gives it tokens, if there is room."""
+    def _start(
+        self, step: StepBudget, request: Request, budget: AdmissionBudget
+    ) -> PrefixHit | None:
+        """Starts a request with its cached prefix and gives it tokens, if the budget allows."""
         index, limit = request.index, self._options.cached_tokens
         if self._queues.table.needs_token[index] or not self._knows_ids(request):
             return None
         num_tokens, draft_start = self._queues.num_tokens(request), self._draft_start(request)
-        # Only a request that has all the room of a step to itself may take a part of a prefix.
+        # Only a request that has the whole budget of a step to itself may take a part of a prefix.
         most = limit if step.cached_tokens == limit else ANYWHERE
         most = min(most, draft_start)
         cached, held = self._prompts.num_swapped(request, most), 0
@@ -111,7 +113,7 @@ class Admission:
             cached, held = self._prompts.find(request, num_tokens, most)
             may_copy = self._options.has_states
         blocks = self._prompt_blocks(request)
-        if not self._fits_budget(request, room, blocks - held):
+        if not self._fits_budget(request, budget, blocks - held):
             return None
         if cached > step.cached_tokens or (cached and may_copy > step.forks):
             return None
@@ -127,7 +129,7 @@ class Admission:
         step.give(index, step.num_given(more, at_most=end - cached, draft_start=drafts))
         step.cached_tokens -= cached
         step.forks -= bool(cached) and may_copy
-        room.take(request, blocks - sum(hit.shared_blocks))
+        budget.take(request, blocks - sum(hit.shared_blocks))
         self._queues.run(request, hit.row)
         return hit
 
@@ -151,22 +153,22 @@ class Admission:
             return False
         return True
 
-    # --- room -----------------------------------------------------------------------
+    # --- budget ---------------------------------------------------------------------
 
     def _budget_left(self, running: Running) -> AdmissionBudget:
-        """Returns the room next to the running requests."""
+        """Returns the budget next to the running requests."""
         if not self._options.preemption:
             return AdmissionBudget(0, self._queues.most_blocks())
         prefills = self._queues.table.requests[running.index[running.is_prefill]].tolist()
         return AdmissionBudget(sum(map(self._reserved_blocks, prefills)), (0, 0))
 
-    def _fits_budget(self, request: Request, room: AdmissionBudget, reserved: int) -> bool:
+    def _fits_budget(self, request: Request, budget: AdmissionBudget, reserved: int) -> bool:
         """Returns whether a request can start, whose prompt takes ``reserved`` free blocks."""
         if not self._options.preemption:
             steady, in_flight = request.blocks
-            most = room.steady + steady + max(room.in_flight, in_flight)
+            most = budget.steady + steady + max(budget.in_flight, in_flight)
             return most <= self._plan.usable_blocks
-        return room.reserved + reserved <= self._manager.num_free_blocks
+        return budget.reserved + reserved <= self._manager.num_free_blocks
 
     def _reserved_blocks(self, request: Request) -> int:
         """Returns the blocks that a running request will still take until it decodes."""
@@ -188,17 +190,17 @@ class Admission:
     # --- forks ----------------------------------------------------------------------
 
     def fork_budget(self) -> AdmissionBudget:
-        """Returns the room that samples which start together share."""
+        """Returns the budget of samples that start together."""
         return AdmissionBudget(0, self._queues.most_blocks())
 
-    def num_forks(self, donor: Request, most: int, room: AdmissionBudget) -> int:
-        """Returns how many of ``most`` samples can share a request's blocks; takes their room."""
+    def num_forks(self, donor: Request, most: int, budget: AdmissionBudget) -> int:
+        """Returns how many of ``most`` samples can share a request's blocks; takes their budget."""
         tokens = max(donor.prompt_tokens, self._queues.num_computed(donor))
         if not self._options.forks or tokens > self._options.cached_tokens:
-            return 0  # no step has room for the copies, or for the tokens
+            return 0  # no step takes the copies, or the tokens
         count = 0
-        while count < most and (self._options.preemption or self._fits_budget(donor, room, 0)):
-            room.take(donor, 0)
+        while count < most and (self._options.preemption or self._fits_budget(donor, budget, 0)):
+            budget.take(donor, 0)
             count += 1
         return count
 

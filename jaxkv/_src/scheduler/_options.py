@@ -89,7 +89,7 @@ class Options:
 
     @property
     def swaps(self) -> bool:
-        """Whether preempted requests are parked, because there is host memory."""
+        """Whether preempted requests are swapped out, because there is host memory."""
         return self.manager.offload_stats() is not None
 
     @property

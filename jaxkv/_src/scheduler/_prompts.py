@@ -148,7 +148,7 @@ class Prompts:
         return hit
 
     def finish(self, request: Request) -> None:
-        """Ends a request in the manager, which keeps its blocks for later prompts."""
+        """Ends a request in the manager, which caches its blocks for later prompts."""
         self._manager.finish(request.name, self._ids_after_prompt(request))
 
     def swap_out(self, request: Request) -> None:
@@ -162,7 +162,7 @@ class Prompts:
         return count if count <= most else 0
 
     def discard_swapped(self, request: Request) -> None:
-        """Lets a request that waits start anew, if at all."""
+        """Discards the swapped-out state of a request, if there is any."""
         self._manager.discard_swapped(request.name)
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
@@ -171,7 +171,7 @@ class Prompts:
             return None
         try:
             return self._ids(request.name, known)
-        except (TypeError, ValueError):  # nothing of them is kept, but a request can always end
+        except (TypeError, ValueError):  # nothing of them is cached, but a request can always end
             return None
 
     def rewind(self, requests: Sequence[tuple[Request, int]]) -> None:

@@ -18,7 +18,7 @@ ANYWHERE = 2**62  # past all tokens: a chunk may end after any token
 class Request:
     """A waiting or running request.
 
-    age: its place in the order of arrival, which a preemption does not change.
+    age: its position in the order of arrival, which a preemption does not change.
     blocks: the most blocks that it holds while it decodes, and the most that computing its prompt
       takes in addition.
     salt, extra_keys, boundaries: of its prefix, as for `BlockManager.start`.
@@ -27,8 +27,8 @@ class Request:
     chunk_ends: numbers of tokens after which a later chunk has to end, while it runs.
     index: in the `RequestTable`.
     row: its row in the block tables while it runs; -1: it waits.
-    leader: a request of the same prompt, from which it forks once the prompt is computed.
-    samples: requests of which this one is the leader.
+    parent: a request of the same prompt, from which it forks once the prompt is computed.
+    samples: requests whose parent this one is.
     num_sampled: how many of ``samples`` get a token from the step that computes the prompt.
     """
 

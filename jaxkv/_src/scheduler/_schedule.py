@@ -13,8 +13,8 @@ from jaxkv._src.internal.named_ints import NamedInts
 class Wanted(NamedTuple):
     """Tokens that wait to be computed.
 
-    tokens: known ones, of the requests that run and of those that have room to start.
-    has_backlog: whether requests wait that have no room.
+    tokens: known ones, of the requests that run and of waiting requests that fit.
+    has_backlog: whether requests wait that do not fit.
     """
 
     tokens: int

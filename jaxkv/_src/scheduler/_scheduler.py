@@ -51,7 +51,7 @@ class Scheduler(Unique):
     Requests get blocks in the order of their arrival. When blocks run out, the youngest request
     that got none in this step is preempted: it gives back all of its blocks, and waits ahead of
     requests that arrived later. With host memory, it goes on where it was if its blocks are still
-    there (`BlockManager.park`); otherwise it is computed again. The same calls give the same
+    there (`BlockManager.swap_out`); otherwise it is computed again. The same calls give the same
     schedules.
 
     The scheduler owns the manager: call only its ``step``, its methods that change no request, and
@@ -92,11 +92,11 @@ class Scheduler(Unique):
           forks: as for `StepShape.for_plan`.
           tokens: mapping from requests to token ids that you keep up to date: the prompt, then the
             tokens that were sampled, and drafts while they are verified. With it, requests share
-            prefixes that the cache still holds, and their own blocks are kept for later prompts.
+            prefixes that the cache still holds, and their own blocks are cached for later prompts.
             Plans with states need ``forks`` for that.
           cached_tokens: as for `StepShape.for_plan`; None: 65,536, or the plan's ``max_model_len``
             if that is more, and no more than all requests have together; 0 if requests neither
-            share prefixes nor fork nor park.
+            share prefixes nor fork nor are swapped out.
           chunk_tokens: chunks of a prompt end at multiples of this, so that a prompt is computed in
             the same chunks however much of it was cached; None: chunks end anywhere.
           lookahead_steps: how many steps the caller schedules before it knows the tokens of an
@@ -318,7 +318,7 @@ class Scheduler(Unique):
         for name in into:
             sample = donor.sample(name, queues.next_age(donor.age))
             table.add(sample, computed, table.max_tokens.item(donor.index))
-            # A step that was chosen has no room for the copy of a block that is shared only now.
+            # A step that was chosen takes no copy of a block that is shared only now.
             is_late = self._chooser.is_chosen(donor) or awaits_copy
             if is_late or not self._admission.fork(donor, sample):
                 queues.wait(sample, needs_token=True)
@@ -378,7 +378,7 @@ class Scheduler(Unique):
         if num_tokens > self._options.cached_tokens:
             raise ValueError(
                 f"num_tokens={num_tokens} is more than cached_tokens={self._options.cached_tokens} "
-                "that a step has room for; pass cached_tokens= when you make the Scheduler, and "
+                "that a step takes; pass cached_tokens= when you make the Scheduler, and "
                 "make its shapes by Scheduler.shape"
             )
         made = self._made(request, num_tokens, longest, 0, salt, extra_keys, ())
@@ -468,7 +468,7 @@ class Scheduler(Unique):
             known = queues.num_tokens(request)
             if request in queues.exporting:
                 raise ValueError(
-                    f"request={request.name!r} is handed over; append its next token before you "
+                    f"request={request.name!r} is being exported; append its next token before you "
                     "rewind it, or finish it"
                 )
             if not request.prompt_tokens <= count <= known:
@@ -485,7 +485,7 @@ class Scheduler(Unique):
         for request in requests:
             self._chooser.forget(request)
             may_copy = request.row >= 0 and self._manager.may_copy_by_row[request.row]
-            if may_copy and not self._options.forks:  # no step has room for the copy
+            if may_copy and not self._options.forks:  # no step takes the copy
                 self._chooser.preempt(request, may_go_on=False)
 
     def finish(self, request: Hashable) -> None:
