@@ -55,7 +55,7 @@ Offload blocks to host memory
 
 Modules with more: `jaxkv.planning`, `jaxkv.specs`, `jaxkv.hf_config`, `jaxkv.layout` (physical
 orders), `jaxkv.blocks`, `jaxkv.scheduler`, `jaxkv.cache` (error flags), `jaxkv.pool` (blocks),
-`jaxkv.attention` (page lists), `jaxkv.prefixes` (keys and events), `jaxkv.step` (several
+`jaxkv.attention` (block masks), `jaxkv.prefixes` (keys and events), `jaxkv.step` (several
 processes), `jaxkv.sleeping`, `jaxkv.interop.vllm`, `jaxkv.testing`, `jaxkv.plotting`. Kernels over
 plain arrays are in the package `pallas_kernels`. In a shell, ``python -m jaxkv plan --help`` says
 what fits into a GPU, and ``python -m jaxkv demo`` serves a small model.
@@ -65,24 +65,34 @@ the scheduler do not load jax.
 """
 
 import ast
+import functools
 import importlib
 import pathlib
 import pkgutil
+import sys
+import types
 from typing import Any
 
 __version__ = "0.1.0.dev0"
 
+_HERE = pathlib.Path(__file__)
+
+
+def _imported_by(path: pathlib.Path) -> dict[str, str]:
+    """Returns the names that a file imports from jaxkv, with the modules that define them."""
+    return {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("jaxkv._src")
+        for alias in node.names
+    }
+
+
 # The stub is the one list of names: type checkers read it, and so does this module.
-_STUB = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text())
-_MODULE_OF = {
-    alias.name: str(line.module)
-    for line in _STUB.body
-    if isinstance(line, ast.ImportFrom)
-    for alias in line.names
-}
+_MODULE_OF = _imported_by(_HERE.with_suffix(".pyi"))
 _MODULES = {name for _, name, _ in pkgutil.iter_modules(__path__) if name[0] != "_"}
 
-# There is no __all__, because with it help(jaxkv) would print every class in full.
+__all__: list[str] = []  # else help(jaxkv) prints every class in full
 
 
 def __getattr__(name: str) -> Any:
@@ -90,10 +100,31 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         globals()[name] = value
-        return value
-    if name in _MODULES:
-        return importlib.import_module(f"jaxkv.{name}")
-    raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+    elif name in _MODULES:
+        value = importlib.import_module(f"jaxkv.{name}")
+    else:
+        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+    _show_public_modules()
+    return value
+
+
+@functools.cache
+def _public_modules() -> list[tuple[str, str, str]]:
+    """Returns each public name, the module that defines it, and its public module."""
+    lists = {f"jaxkv.{name}": _HERE.with_name(f"{name}.py") for name in _MODULES - {"interop"}}
+    lists |= {"jaxkv.interop.vllm": _HERE.with_name("interop") / "vllm.py"}
+    names = [(name, module, "jaxkv") for name, module in _MODULE_OF.items()]
+    for public, path in lists.items():
+        names += [(name, module, public) for name, module in _imported_by(path).items()]
+    return names
+
+
+def _show_public_modules() -> None:
+    """Makes errors, reprs and pickles name public modules, in all packages imported so far."""
+    for name, module, public in _public_modules():
+        value = getattr(sys.modules.get(module), name, None)
+        if isinstance(value, type | types.FunctionType):
+            value.__module__ = public
 
 
 def __dir__() -> list[str]:

@@ -1,25 +1,15 @@
-"""Attention over the pages of a cache, and page lists for other kernels."""
+"""FlexAttention's block masks over the pages of a cache.
 
-from jaxkv._src.attention import (
-    BlockMaskIndices,
-    PageCSR,
-    PageListError,
-    PageLists,
-    block_mask_indices,
-    build_page_csr,
-    build_page_lists,
-    page_list_sizes,
-    physical_to_logical,
-)
+`block_mask_sizes` says before serving how large they get; `BlockMaskSizes` even before there is a
+cache.
+"""
+
+from jaxkv._src.attention import block_mask_indices, block_mask_sizes, physical_to_logical
+from jaxkv._src.layout import BlockMaskSizes
 
 __all__ = [
-    "BlockMaskIndices",
-    "PageCSR",
-    "PageListError",
-    "PageLists",
+    "BlockMaskSizes",
     "block_mask_indices",
-    "build_page_csr",
-    "build_page_lists",
-    "page_list_sizes",
+    "block_mask_sizes",
     "physical_to_logical",
 ]

@@ -5,32 +5,10 @@ take a cache need none of them as arguments: they look up a layer's group by its
 blocks to use in the step's batch.
 """
 
-from jaxkv._src.cache import (
-    BAD_BATCH,
-    BAD_BLOCK_ID,
-    BAD_LAYER_INDEX,
-    BAD_LOGICAL_BLOCK,
-    BAD_ROW,
-    LOST_UPLOAD,
-    NO_BLOCK,
-    PAD_ROW,
-    PAD_SLOT,
-    REPEATED_UPLOAD,
-    STALE_BATCH,
-    TOO_LONG,
-)
+from jaxkv._src.cache import PAD_ROW, PAD_SLOT, CacheFlags
 
 __all__ = [
-    "BAD_BATCH",
-    "BAD_BLOCK_ID",
-    "BAD_LAYER_INDEX",
-    "BAD_LOGICAL_BLOCK",
-    "BAD_ROW",
-    "LOST_UPLOAD",
-    "NO_BLOCK",
     "PAD_ROW",
     "PAD_SLOT",
-    "REPEATED_UPLOAD",
-    "STALE_BATCH",
-    "TOO_LONG",
+    "CacheFlags",
 ]

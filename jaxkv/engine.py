@@ -1,4 +1,4 @@
-"""Outputs of `jaxkv.Engine`, and its counts."""
+"""What a `jaxkv.Engine` returns: an `Output` for each sample, and the `Stats` of its steps."""
 
 from jaxkv._src.engine import Output, Stats
 

@@ -2,6 +2,9 @@
 
 Nothing is guessed: an architecture or a field of attention that is not understood is refused by
 name. Draft layers for speculative decoding (MTP) are not included.
+
+`model_len` and `encoder_len` read the longest request, `count_weights` the bytes of the weights.
+`preset_names` lists the configurations that ship with the package.
 """
 
 from jaxkv._src.hf_config import (

@@ -1,14 +1,16 @@
 """The memory of a pool: rows, physical orders, buffers, views, and kernel blocks. No jax.
 
-A *kernel block* is ``kernel_block_size`` tokens and divides a block: block ``b`` is the kernel
-blocks ``b * k .. b * k + k - 1`` with k = ``blocks_per_kv_block``. A *row* is what is stored for
-one token, or for the ``compress_ratio`` tokens that share it. An *extent* is a contiguous range
-of bytes of one layer.
+A *kernel block* is ``kernel_block_size`` tokens and divides a block into k: block ``b`` is the
+kernel blocks ``b * k .. b * k + k - 1``. A *row* is what is stored for one token, or for the
+``compress_ratio`` tokens that share it. An *extent* is a contiguous range of bytes of one layer.
 
 A physical order decides where every byte lies, and a view never moves one. A view in kernel
 blocks is a second reading of the same bytes. Where heads, layers or padding lie between the rows
 of two kernel blocks there is none, and it is refused, unless blocks are stored as tiles of the
-kernel's size.
+kernel's size. `LayerView` has the shape and the strides of a view.
+
+`select_kernel_block_sizes` finds the kernel blocks that all kernels of a group accept, and
+`select_kernel_block_size` those of one block size.
 """
 
 from jaxkv._src.layout import (
@@ -16,9 +18,6 @@ from jaxkv._src.layout import (
     AcceptedSizes,
     LayerView,
     PhysicalOrder,
-    blocks_per_kv_block,
-    page_list_bytes,
-    rows_per_block,
     select_kernel_block_size,
     select_kernel_block_sizes,
 )
@@ -28,9 +27,6 @@ __all__ = [
     "AcceptedSizes",
     "LayerView",
     "PhysicalOrder",
-    "blocks_per_kv_block",
-    "page_list_bytes",
-    "rows_per_block",
     "select_kernel_block_size",
     "select_kernel_block_sizes",
 ]

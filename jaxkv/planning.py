@@ -7,26 +7,21 @@ pads block tables.
 All groups draw block ids from one pool and a block belongs to one group at a time, so layers
 of different groups can overlay each other: the group that owns a block decides the meaning of
 its bytes.
+
+`jaxkv.plan_cache` does all of this: `make_groups` divides the layers, and a `PoolLayout` per worker
+says where each `Group` lies in a block. `pool_bytes` are the bytes of the pool.
 """
 
 from jaxkv._src.planning import (
     Group,
     PoolLayout,
-    ZeroPolicy,
-    hybrid_block_size,
-    longest_model_len,
     make_groups,
-    make_layout,
     pool_bytes,
 )
 
 __all__ = [
     "Group",
     "PoolLayout",
-    "ZeroPolicy",
-    "hybrid_block_size",
-    "longest_model_len",
     "make_groups",
-    "make_layout",
     "pool_bytes",
 ]

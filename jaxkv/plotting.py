@@ -5,6 +5,7 @@ Needs matplotlib (``pip install "jaxkv[plot]"``), which is imported when somethi
 Every function returns a new matplotlib ``Figure``, which Jupyter shows when it is the last value of
 a cell. pyplot is never imported and no global setting is changed. Colours are from Okabe and
 Ito, in one fixed order: group 0 is blue in every picture. Hatched bytes hold no data.
+`snapshot_blocks` records which `Holder` has each block, for a picture over time.
 """
 
 from jaxkv._src.plotting import (

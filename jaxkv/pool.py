@@ -8,13 +8,14 @@ Functions take the cache, a layer's name and the step's batch, and look up the l
 size and scales. They work inside ``jit`` and return a new cache; where the old one is donated, they
 work in place. Padding and slots outside the pool are never written, and read as zeros.
 
-`jaxkv.HostBlocks` copies whole blocks to host memory and back, and raises `TransferError` if a copy
-fails.
-`block_pieces` says where blocks lie, for transfers between caches (`BlockManager.export_blocks`).
+`zero_blocks` and `copy_blocks` do what `jaxkv.apply_step` does, for schedulers without uploads, and
+`quantize` converts values as `jaxkv.write_tokens` does. `jaxkv.HostBlocks` copies whole blocks to
+host memory and back, and raises `TransferError` if a copy fails. `describe_blocks` returns the
+`BlockDescriptors` of blocks, for transfers between caches (`BlockManager.export_blocks`).
 """
 
-from jaxkv._src.cache import block_pieces
-from jaxkv._src.layout import BlockPieces
+from jaxkv._src.cache import describe_blocks
+from jaxkv._src.layout import BlockDescriptors
 from jaxkv._src.offload.host_blocks import TransferError
 from jaxkv._src.pool import (
     copy_blocks,
@@ -24,10 +25,10 @@ from jaxkv._src.pool import (
 )
 
 __all__ = [
-    "BlockPieces",
+    "BlockDescriptors",
     "TransferError",
-    "block_pieces",
     "copy_blocks",
+    "describe_blocks",
     "describe_layer",
     "quantize",
     "zero_blocks",

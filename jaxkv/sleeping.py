@@ -5,7 +5,7 @@ on a sleeping cache by mistake. Level 1 keeps all content in page-locked host me
 keys, values and states: they are zero when the cache wakes up, and requests must compute them
 again. The block tables are kept at both levels, and scales stay on the device.
 
-A cache that wakes up has the same shapes, dtypes and addresses as before, so compiled steps are not
+A cache that wakes up has the same shapes, dtypes and shardings as before, so compiled steps are not
 compiled again, provided that they take the cache as an argument. An array that a function closes
 over becomes a constant of the compiled program: its memory is never released, and the step reads
 the content that it had when it was compiled. `check_not_closed_over` finds such arrays::

@@ -4,10 +4,10 @@ Slow and plain on purpose. The references are written from the definitions and n
 the rest needs the extra, ``pip install "jaxkv[testing]"``, and is imported when it is first
 used.
 
-- `ReferenceTables`, ``reference_*``: tables and kernels, as lists and loops, to compare an
-  implementation with, step by step.
+- `ReferenceTables`, `reference_copy_blocks`, `reference_write_rows`, `reference_zero_blocks`:
+  tables and kernels, as lists and loops, to compare an implementation with, step by step.
 - `ReferenceCache`: the content that every request must read, to check a whole cache, however it is
-  made.
+  made. A `Write` is one of its writes, and `place_in_row` says where an array of a layer begins.
 - `count_compilations`, `assert_no_recompilation`: a steady state compiles nothing.
 - ``strategies``: specs, models, plans, table entries and more, for Hypothesis.
 - `CacheStateMachine`: drives a cache of your own; subclass it.
@@ -64,7 +64,10 @@ def __getattr__(name: str) -> Any:
     if name == "strategies":
         return importlib.import_module("jaxkv._src.testing.strategies")
     if name in _NEED_THE_EXTRA:
-        return getattr(importlib.import_module(f"jaxkv._src.testing.{_NEED_THE_EXTRA[name]}"), name)
+        module = importlib.import_module(f"jaxkv._src.testing.{_NEED_THE_EXTRA[name]}")
+        value = getattr(module, name)
+        value.__module__ = __name__
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import invariant
 from jax import Array, lax
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.cache import KVCache, StepBatch, check_errors, first_columns, make_cache
+from jaxkv._src.cache import KVCache, StepBatch, check_errors, make_cache
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.layout import rows_per_block
 from jaxkv._src.planning import Plan
@@ -147,7 +147,7 @@ class JaxkvStateMachine(CacheStateMachine):
     @invariant()
     def device_rows_equal_the_manager_s(self) -> None:
         check_errors(self.cache)
-        tables, starts = np.asarray(self.cache.block_tables), self.cache.layout.column_starts
+        tables, starts = np.asarray(self.cache.block_tables), self.cache.layout.table_offsets
         for request in self._sent:
             row = self.manager.requests[request]
             for group, ids in enumerate(self.block_ids(request)):
@@ -307,7 +307,7 @@ def _read_tokens(cache: KVCache, upload: Upload) -> tuple[list[Array], dict[str,
                 rows = lax.bitcast_convert_type(read_rows(cache, layer, batch), jnp.uint8)
                 shape = batch.tables[group].shape
                 pages[layer] = rows.reshape(*shape, spec.data_bytes)
-    firsts = [first_columns(batch, group) for group in range(len(cache.layout.growths))]
+    firsts = [batch.in_group(group).first_blocks for group in range(len(cache.layout.growths))]
     return firsts, pages
 
 

@@ -412,7 +412,7 @@ def _state_places(
 
 def _columns(plan: Plan, group: int, step: Step, request: int) -> list[int | None]:
     computed, total = step.computed[request], step.computed[request] + step.new[request]
-    return ReferenceTables(plan, max_requests=REQUESTS).columns(group, computed, total)
+    return ReferenceTables(plan, max_requests=REQUESTS).logical_blocks(group, computed, total)
 
 
 @np.errstate(all="ignore")  # NaN that signal

@@ -4,6 +4,7 @@
 """
 
 import ast
+import graphlib
 import itertools
 import os
 import pathlib
@@ -162,6 +163,16 @@ def run(code: str, *options: str, arguments: Sequence[str] = ()) -> str:
 
 def test_imports_run_downwards() -> None:
     assert [text for name, path in modules() for text in complaints(name, path.read_text())] == []
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    """Also within a package, and for types."""
+    graph = {
+        name: {other for other, _ in imports(path.read_text())}
+        for name, path in modules()
+        if path.name != "__init__.py"
+    }
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_every_part_of_the_table_exists() -> None:

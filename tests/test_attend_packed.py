@@ -1,4 +1,4 @@
-"""`attend` over latent rows that are packed into bytes with their scales."""
+"""`attend` over latent vectors that are packed into bytes with their scales."""
 
 import functools
 from typing import Any
@@ -108,8 +108,8 @@ def test_the_kernel_for_packed_rows_lowers_for_cuda() -> None:
             ValueError,
             "bytes_per_token=656 and compress_ratio=4; wants 656",
         ),
-        ("full", PACKING, None, ValueError, "layer='full' stores no latent rows"),
-        ("packed", PACKING, jnp.ones((24, 512)), ValueError, r"wants latent rows, \(24, 576\)"),
+        ("full", PACKING, None, ValueError, "layer='full' stores no latent vectors"),
+        ("packed", PACKING, jnp.ones((24, 512)), ValueError, r"wants latent vectors, \(24, 576\)"),
     ],
 )
 def test_what_does_not_go_with_packed_rows_is_named(layer, packing, keys, error, message) -> None:

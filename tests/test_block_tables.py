@@ -24,18 +24,12 @@ from hypothesis.stateful import (
 from jaxkv._src.block_tables import append_block_ids, gather_batch, pack_entries
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import (
-    BAD_BATCH,
-    BAD_BLOCK_ID,
-    BAD_LOGICAL_BLOCK,
-    BAD_ROW,
-    NO_BLOCK,
     PAD_ROW,
-    TOO_LONG,
     CacheError,
+    CacheFlags,
     StepBatch,
     check_errors,
     expand_blocks,
-    first_columns,
     make_cache,
 )
 from jaxkv._src.internal import indexing
@@ -207,7 +201,7 @@ class TablesMachine(RuleBasedStateMachine):
             np.testing.assert_array_equal(tables[group], padded, err_msg=str(spec))
             if spec.kind not in ("state", "cross"):
                 held += self._check_tokens(group, rows, spans, next(of_tokens), firsts[group])
-        assert int(flags) == self.lists.flags & NO_BLOCK
+        assert int(flags) == self.lists.flags & CacheFlags.NO_BLOCK
         self.lists.flags = before
         self.seen.update(held)
 
@@ -246,7 +240,7 @@ class TablesMachine(RuleBasedStateMachine):
         assert set(slots[len(wanted) :]) <= {-1}
         size = self.lists.specs[group].block_size
         for first, span in zip(firsts, spans, strict=False):
-            assert first == self.lists.columns(group, span.start, span.stop)[0] * size
+            assert first == self.lists.logical_blocks(group, span.start, span.stop)[0] * size
         return [slot >= 0 for slot in wanted]
 
     def _append(self, entries) -> None:
@@ -259,7 +253,7 @@ class TablesMachine(RuleBasedStateMachine):
     @invariant()
     def rows_equal_the_lists(self) -> None:
         tables, lengths = np.asarray(self.cache.block_tables), np.asarray(self.cache.row_lengths)
-        starts = self.cache.layout.column_starts
+        starts = self.cache.layout.table_offsets
         assert lengths.T.tolist() == self.lists.lengths
         for group, (start, stop) in enumerate(itertools.pairwise(starts)):
             assert tables[:, start:stop].tolist() == self.lists.cells[group]
@@ -293,7 +287,7 @@ def packed(*entries, ids: int = 20):
 
 
 def row_of(cache, row: int, group: int = 0) -> list[int]:
-    start = cache.layout.column_starts[group]
+    start = cache.layout.table_offsets[group]
     length = int(cache.row_lengths[row, group])
     return np.asarray(cache.block_tables)[row, start : start + length].tolist()
 
@@ -311,20 +305,23 @@ def test_entries_append_and_replace_and_of_two_for_one_cell_the_later_counts() -
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"rows": -2}, BAD_ROW),
-        ({"rows": ROWS}, BAD_ROW),
-        ({"rows": 2**31 - 1}, BAD_ROW),
-        ({"columns": -1}, BAD_LOGICAL_BLOCK),
-        ({"columns": 6}, BAD_LOGICAL_BLOCK),
-        ({"columns": 2**31 - 1}, BAD_LOGICAL_BLOCK),
-        ({"block_ids": -1}, BAD_BLOCK_ID),
-        ({"block_ids": 60}, BAD_BLOCK_ID),
-        ({"block_ids": 2**31 - 1}, BAD_BLOCK_ID),
-        ({"changed_rows": ROWS}, BAD_ROW),
-        ({"row_lengths": 7}, BAD_LOGICAL_BLOCK),
-        ({"row_lengths": -1}, BAD_LOGICAL_BLOCK),
-        ({"rows": ROWS, "columns": 6}, BAD_ROW),  # a row that there is not has no columns
-        ({"changed_rows": ROWS, "row_lengths": 7}, BAD_ROW),
+        ({"rows": -2}, CacheFlags.BAD_ROW),
+        ({"rows": ROWS}, CacheFlags.BAD_ROW),
+        ({"rows": 2**31 - 1}, CacheFlags.BAD_ROW),
+        ({"logical_blocks": -1}, CacheFlags.BAD_LOGICAL_BLOCK),
+        ({"logical_blocks": 6}, CacheFlags.BAD_LOGICAL_BLOCK),
+        ({"logical_blocks": 2**31 - 1}, CacheFlags.BAD_LOGICAL_BLOCK),
+        ({"block_ids": -1}, CacheFlags.BAD_BLOCK_ID),
+        ({"block_ids": 60}, CacheFlags.BAD_BLOCK_ID),
+        ({"block_ids": 2**31 - 1}, CacheFlags.BAD_BLOCK_ID),
+        ({"changed_rows": ROWS}, CacheFlags.BAD_ROW),
+        ({"row_lengths": 7}, CacheFlags.BAD_LOGICAL_BLOCK),
+        ({"row_lengths": -1}, CacheFlags.BAD_LOGICAL_BLOCK),
+        (
+            {"rows": ROWS, "logical_blocks": 6},
+            CacheFlags.BAD_ROW,
+        ),  # a row that there is not has no columns
+        ({"changed_rows": ROWS, "row_lengths": 7}, CacheFlags.BAD_ROW),
     ],
 )
 def test_entries_out_of_range_are_dropped_and_reported_until_they_are_read(changes, flag) -> None:
@@ -351,10 +348,12 @@ def test_each_group_has_as_many_columns_as_its_own_rows() -> None:
     rooms, cache = as_ids(PLAN.row_blocks), small_cache()
     assert len(set(rooms.tolist())) > 2
     arrays = packed(entry(1, *[[5]] * GROUPS))
-    columns = np.resize(rooms, arrays.columns.shape)  # of the first entries, one in each group
+    columns = np.resize(
+        rooms, arrays.logical_blocks.shape
+    )  # of the first entries, one in each group
     lengths = np.array(arrays.row_lengths)
     lengths[0] = rooms
-    full = dataclasses.replace(arrays, columns=columns - 1, row_lengths=lengths)
+    full = dataclasses.replace(arrays, logical_blocks=columns - 1, row_lengths=lengths)
     after = append_block_ids(cache, full)
     check_errors(after)
     assert after.row_lengths[1].tolist() == rooms.tolist()
@@ -364,12 +363,12 @@ def test_each_group_has_as_many_columns_as_its_own_rows() -> None:
         more = np.array(lengths)
         more[0] += one
         after = append_block_ids(cache, dataclasses.replace(full, row_lengths=more))
-        assert int(after.error_flags) == BAD_LOGICAL_BLOCK
+        assert int(after.error_flags) == CacheFlags.BAD_LOGICAL_BLOCK
         assert after.row_lengths[1].tolist() == np.where(one, 0, rooms).tolist()
         beyond = columns - 1
         beyond[group] += 1
-        after = append_block_ids(cache, dataclasses.replace(full, columns=beyond))
-        assert int(after.error_flags) == BAD_LOGICAL_BLOCK
+        after = append_block_ids(cache, dataclasses.replace(full, logical_blocks=beyond))
+        assert int(after.error_flags) == CacheFlags.BAD_LOGICAL_BLOCK
         assert int((np.asarray(after.block_tables) == 5).sum()) == GROUPS - 1
 
 
@@ -378,7 +377,7 @@ def test_ids_past_the_last_group_are_padding() -> None:
     rows, ids = np.array(arrays.rows), np.array(arrays.block_ids)
     rows[2:4], ids[3] = [PAD_ROW, 1], 7
     cache = append_block_ids(
-        small_cache(), dataclasses.replace(arrays, rows=rows, block_ids=ids, columns=ids * 0)
+        small_cache(), dataclasses.replace(arrays, rows=rows, block_ids=ids, logical_blocks=ids * 0)
     )
     assert row_of(cache, 1) == [] and int(cache.block_tables.sum()) == 5
     check_errors(cache)
@@ -400,7 +399,7 @@ def test_different_problems_of_different_elements_are_all_gathered() -> None:
     cache = append_block_ids(
         small_cache(), packed(entry(1, [60]), TableEntry(2, [[5] * 7] * GROUPS), ids=99)
     )
-    assert int(cache.error_flags) == BAD_BLOCK_ID | BAD_LOGICAL_BLOCK
+    assert int(cache.error_flags) == CacheFlags.BAD_BLOCK_ID | CacheFlags.BAD_LOGICAL_BLOCK
 
 
 @pytest.mark.parametrize("count", [0, 3, FEW_ENDS, FEW_ENDS + 1])
@@ -443,17 +442,21 @@ def full_rows():
 @pytest.mark.parametrize(
     ("fields", "flag", "bad"),
     [
-        ({"request_rows": (0, -2)}, BAD_ROW, 0),
-        ({"request_rows": (1, ROWS)}, BAD_ROW, 1),
-        ({"num_computed_tokens": (0, -1)}, BAD_BATCH, 0),
-        ({"num_computed_tokens": (0, 22)}, TOO_LONG, 0),
-        ({"encoder_lens": (0, ENCODER + 2)}, TOO_LONG, 0),
-        ({"query_start_loc": (1, 8)}, BAD_BATCH, 1),  # which computes -1 tokens
-        ({"query_start_loc": (2, TOKENS + 1)}, BAD_BATCH, 1),
-        ({"query_start_loc": (3, TOKENS + 1)}, BAD_BATCH, 2),
-        ({"query_start_loc": (1, -1)}, BAD_BATCH, 0),
-        ({"query_start_loc": (0, 1)}, BAD_BATCH, [0, 1]),  # all are elsewhere than their tokens
-        ({"query_start_loc": (0, -1)}, BAD_BATCH, [0, 1]),
+        ({"request_rows": (0, -2)}, CacheFlags.BAD_ROW, 0),
+        ({"request_rows": (1, ROWS)}, CacheFlags.BAD_ROW, 1),
+        ({"num_computed_tokens": (0, -1)}, CacheFlags.BAD_BATCH, 0),
+        ({"num_computed_tokens": (0, 22)}, CacheFlags.TOO_LONG, 0),
+        ({"encoder_lens": (0, ENCODER + 2)}, CacheFlags.TOO_LONG, 0),
+        ({"query_start_loc": (1, 8)}, CacheFlags.BAD_BATCH, 1),  # which computes -1 tokens
+        ({"query_start_loc": (2, TOKENS + 1)}, CacheFlags.BAD_BATCH, 1),
+        ({"query_start_loc": (3, TOKENS + 1)}, CacheFlags.BAD_BATCH, 2),
+        ({"query_start_loc": (1, -1)}, CacheFlags.BAD_BATCH, 0),
+        (
+            {"query_start_loc": (0, 1)},
+            CacheFlags.BAD_BATCH,
+            [0, 1],
+        ),  # all are elsewhere than their tokens
+        ({"query_start_loc": (0, -1)}, CacheFlags.BAD_BATCH, [0, 1]),
     ],
 )
 def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag, bad) -> None:
@@ -461,7 +464,7 @@ def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag
     batch, flags = gather(full_rows(), changed(upload, **fields), shape=SHAPE)
     assert int(flags) & flag
     for table in batch.tables:
-        assert flag == TOO_LONG or not np.asarray(table)[bad].any()
+        assert flag == CacheFlags.TOO_LONG or not np.asarray(table)[bad].any()
     others = [row for row in (0, 1) if row not in np.atleast_1d(bad)]
     assert np.asarray(batch.tables[0])[others].any(axis=1).all()  # which are read as ever
 
@@ -482,7 +485,7 @@ def test_a_request_that_is_longer_than_its_step_may_be_is_reported() -> None:
         data = upload_of([1], [16], [1], shape)
         data = changed(data, num_computed_tokens=(0, end - 1))
         flags = int(gather(full_rows(), data, shape=shape)[1])
-        assert flags == TOO_LONG * (end > 21), end
+        assert flags == CacheFlags.TOO_LONG * (end > 21), end
 
 
 def test_columns_that_no_new_token_reads_are_null_for_every_kind() -> None:
@@ -518,9 +521,12 @@ def test_a_null_block_is_reported_where_a_new_token_reads_it_and_nowhere_else() 
     for group, width in enumerate(PLAN.row_blocks):
         for column in range(width):  # which holds its own number and 1
             rows = np.array(cache.rows)
-            rows[row, cache.layout.column_starts[group] + column] = 0
+            rows[row, cache.layout.table_offsets[group] + column] = 0
             flags = int(gather(dataclasses.replace(cache, rows=rows), data, shape=SHAPE)[1])
-            assert flags == NO_BLOCK * (column + 1 in tables[group]), (NAMES[group], column)
+            assert flags == CacheFlags.NO_BLOCK * (column + 1 in tables[group]), (
+                NAMES[group],
+                column,
+            )
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
@@ -583,7 +589,7 @@ def test_a_decode_step_has_the_token_of_request_i_at_i() -> None:
             query_start_loc=(np.arange(4), loc),
         )
         wanted = any(loc[i] != i for i in range(3) if lens[i])
-        assert bool(int(gather(cache, data, shape=shape)[1]) & BAD_BATCH) == wanted, lens
+        assert bool(int(gather(cache, data, shape=shape)[1]) & CacheFlags.BAD_BATCH) == wanted, lens
 
 
 @pytest.mark.parametrize("form", ["max_tokens", "tokens_per_request"])
@@ -594,7 +600,7 @@ def test_a_request_of_more_tokens_than_the_shape_has_for_one_is_reported(form: s
     for count in range(1, 6):
         data = changed(upload_of([2], [4], [1], shape), query_start_loc=(np.arange(1, 4), count))
         flags = int(gather(cache, data, shape=shape)[1])
-        assert bool(flags & BAD_BATCH) == (count > 3), count
+        assert bool(flags & CacheFlags.BAD_BATCH) == (count > 3), count
 
 
 @pytest.mark.parametrize(
@@ -608,7 +614,7 @@ def test_a_request_of_more_tokens_than_the_shape_has_for_one_is_reported(form: s
 def test_a_group_that_the_plan_has_not_is_refused(group, error, message) -> None:
     batch, _ = gather(full_rows(), SHAPE.idle().data[SHAPE.format.batch_fields], shape=SHAPE)
     with pytest.raises(error, match=message):
-        first_columns(batch, group)
+        batch.in_group(group)
 
 
 def test_states_have_no_slots() -> None:
@@ -658,7 +664,7 @@ def test_appending_in_a_donating_jit_copies_no_table() -> None:
 def test_tables_can_be_the_carry_of_a_scan() -> None:
     def body(cache, column):
         starts = jnp.zeros((1, GROUPS), jnp.int32).at[0, 0].set(column + 1)
-        one = dataclasses.replace(entries, columns=column[None], row_lengths=starts)
+        one = dataclasses.replace(entries, logical_blocks=column[None], row_lengths=starts)
         return append_block_ids(cache, one), None
 
     entries = jax.tree.map(jnp.asarray, packed(entry(1, [5]), ids=1))
@@ -731,7 +737,7 @@ def test_jitted_functions_bind_as_functions_do() -> None:
     ("changes", "message"),
     [
         ({"rows": as_ids([0])}, "one shape"),
-        ({"columns": as_ids([0])}, "one shape"),
+        ({"logical_blocks": as_ids([0])}, "one shape"),
         ({"block_ids": as_ids([0])}, "one shape"),
         ({"ends": as_ids([0])}, "ends has shape"),
         ({"row_lengths": np.zeros((4, 2), np.int32)}, "row_lengths has shape"),

@@ -394,7 +394,7 @@ class Pair:
         for k in range(parts["entry_ends"][-1]):
             while k >= parts["entry_ends"][group]:
                 group += 1
-            row, column = parts["entry_rows"][k], parts["entry_columns"][k]
+            row, column = parts["entry_rows"][k], parts["entry_logical_blocks"][k]
             self.device.cells[group][row][column] = parts["entry_ids"][k]
         for row, lengths in zip(parts["changed_rows"], parts["row_lengths"], strict=True):
             for group in range(groups):
@@ -1247,7 +1247,7 @@ def by_definition(
         "changed_rows": padded(list(lengths), size, -1),
         "row_lengths": padded(list(itertools.chain(*lengths.values())), size * groups, 0),
         "entry_rows": padded(places[1], shape.block_ids, -1),
-        "entry_columns": padded(places[2], shape.block_ids, 0),
+        "entry_logical_blocks": padded(places[2], shape.block_ids, 0),
         "entry_ids": padded([cells[cell] for cell in sorted(cells)], shape.block_ids, 0),
         "entry_ends": [sum(group <= g for group, *_ in cells) for g in range(groups)],
         "zero_ids": padded(zeroed, shape.zero_ids, -1),
@@ -1303,7 +1303,9 @@ def test_an_upload_of_a_scheduler_has_what_it_gave_in_all_parts_or_is_refused() 
         used = dict.fromkeys(("request_rows", "num_computed_tokens", "encoder_lens"), len(rows))
         used |= {"query_start_loc": len(rows) + 1, "changed_rows": changed}
         used |= {"row_lengths": changed * groups}
-        used |= dict.fromkeys(("entry_rows", "entry_columns", "entry_ids"), sizes["block_ids"])
+        used |= dict.fromkeys(
+            ("entry_rows", "entry_logical_blocks", "entry_ids"), sizes["block_ids"]
+        )
         used |= {"zero_ids": sizes["zero_ids"]}
         used |= dict.fromkeys(("copy_sources", "copy_destinations"), sizes["block_copies"])
         without_padding = {name: part.reshape(-1).tolist() for name, part in upload.parts().items()}
@@ -1364,7 +1366,7 @@ BAD_CALLS = [
         lambda m, s: m.step(dataclasses.replace(s, context_parallel=2), {"r": 1}),
     ),
     (
-        "its groups hold other blocks",
+        "its groups take other blocks",
         lambda m, s: m.step(dataclasses.replace(s, growths=s.growths[::-1]), {"r": 1}),
     ),
     ("num_tokens=9 is more than the 8", lambda m, s: m.rewind({"r": 9})),

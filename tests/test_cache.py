@@ -11,8 +11,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv import cache as flags
-from jaxkv._src.cache import CacheError, check_errors, expand_blocks, make_cache, set_scales
+from jaxkv._src.cache import (
+    CacheError,
+    CacheFlags,
+    check_errors,
+    expand_blocks,
+    make_cache,
+    set_scales,
+)
 from jaxkv._src.hf_config import layers_from_config, load_config, preset_names
 from jaxkv._src.layout import ORDERS
 from jaxkv._src.specs import FullAttentionSpec, Limits, SharedKVSpec, SlidingWindowSpec
@@ -239,20 +245,20 @@ def test_a_cache_of_tables_only_has_no_bytes_to_read(options) -> None:
 WORDS = {
     "BAD_ROW": "a row out of range",
     "BAD_BLOCK_ID": "a block id outside the pool",
-    "BAD_LOGICAL_BLOCK": "more blocks for a row than it has columns",
+    "BAD_LOGICAL_BLOCK": "more blocks for a row than the tables have for its group",
     "NO_BLOCK": "a request lacks a block",
     "TOO_LONG": "a request with more tokens than the step's shape allows",
     "BAD_BATCH": "new tokens that are negative, more than the step's shape allows, or not where",
     "LOST_UPLOAD": "an upload was lost: the numbers of two uploads in a row have a gap",
     "REPEATED_UPLOAD": "an upload was applied twice, or to another cache",
-    "BAD_LAYER_INDEX": "a period beyond the layers of its group",
+    "BAD_LAYER_INDEX": "a layer_index beyond the layers of its group",
     "STALE_BATCH": "a batch of another step than the cache's: go on with the cache",
 }
 
 
 @pytest.mark.parametrize("name", WORDS)
 def test_each_error_flag_is_raised_in_words(name) -> None:
-    flag = getattr(flags, name)
+    flag = CacheFlags[name]
     cache = cache_of()
     check_errors(cache)
     cache = dataclasses.replace(cache, status=cache.status.at[0].set(flag))
@@ -266,15 +272,13 @@ def test_each_error_flag_is_raised_in_words(name) -> None:
 
 
 def test_flags_are_distinct_bits_and_are_raised_together() -> None:
-    bits = [getattr(flags, name) for name in WORDS]
-    assert sorted(bits) == [2**i for i in range(len(WORDS))] and set(CacheError.reasons) == set(
-        bits
-    )
+    bits = [CacheFlags[name] for name in WORDS]
+    assert sorted(bits) == [2**i for i in range(len(WORDS))] and set(CacheFlags) == set(bits)
     message = str(CacheError(sum(bits)))
     assert (
         all(words in message for words in WORDS.values()) and message.count("; ") == len(bits) - 1
     )
-    with pytest.raises(TypeError, match="state must be a cache or page lists, got int"):
+    with pytest.raises(TypeError, match="cache must be a KVCache, got int"):
         check_errors(0)
 
 
@@ -303,7 +307,7 @@ def test_equal_layouts_are_equal_after_pickling_and_others_are_not() -> None:
         layout(scales=(1, 1)),
     ):
         assert same == one and hash(same) == hash(one) and same.buffers == one.buffers
-    assert one.column_starts == (0, 2), "cached values come back"
+    assert one.table_offsets == (0, 2), "cached values come back"
     fields = {field.name for field in dataclasses.fields(one)}
     assert {*vars(pickle.loads(pickle.dumps(one)))} == fields < {*vars(one)}, "they are left behind"
     others = [{"order": "BLNHC"}, {"stacked": False}, {"kernel_block_sizes": [2]}]

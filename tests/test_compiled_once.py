@@ -15,7 +15,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.step._apply import _shared
-from jaxkv.cache import LOST_UPLOAD, STALE_BATCH
+from jaxkv.cache import CacheFlags
 from jaxkv.testing import assert_in_place
 from tests.helpers import HAS_MOSAIC, ON_GPU, needs_devices, needs_mosaic
 
@@ -270,7 +270,7 @@ def writes_by_an_old_batch(serving: Serving) -> Any:
 @pytest.mark.parametrize("mistake", [drops_the_cache, keeps_an_old_batch, writes_by_an_old_batch])
 def test_a_batch_of_another_step_is_reported(mistake: Callable[..., Any]) -> None:
     cache = mistake(Serving())
-    assert int(cache.error_flags) == STALE_BATCH
+    assert int(cache.error_flags) == CacheFlags.STALE_BATCH
     with pytest.raises(jaxkv.CacheError, match="a batch of another step than the cache's"):
         jaxkv.check_errors(cache)
 
@@ -280,7 +280,10 @@ def test_errors_of_a_step_survive_a_cache_that_is_dropped() -> None:
     serving = Serving()
     serving.upload()  # and never runs it
     cache = drops_the_cache(serving)
-    assert int(cache.error_flags) & (STALE_BATCH | LOST_UPLOAD) == STALE_BATCH | LOST_UPLOAD
+    assert (
+        int(cache.error_flags) & (CacheFlags.STALE_BATCH | CacheFlags.LOST_UPLOAD)
+        == CacheFlags.STALE_BATCH | CacheFlags.LOST_UPLOAD
+    )
 
 
 @pytest.mark.parametrize("in_scan", [False, True])

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.cache import NO_BLOCK
+from jaxkv._src.cache import CacheFlags
 from jaxkv.testing import ReferenceTables, assert_same_bytes
 from tests.helpers import needs_devices
 
@@ -43,7 +43,7 @@ STEPS = ({0: 29, 1: 3}, {1: 40, 0: 1}, {0: 18})
 
 @functools.cache
 def plan_for(ranks: int, block_size: int, dtype: str = "bf16") -> jaxkv.Plan:
-    """Keys and values, and latent rows: the kinds of layers whose positions are divided."""
+    """Keys and values, and latent vectors: the kinds of layers whose positions are divided."""
     common = {"block_size": block_size, "dtype": dtype}
     full = jaxkv.FullAttentionSpec(num_kv_heads=HEADS, head_size=SIZE, **common)
     latent = jaxkv.MLASpec(head_size=4 * SIZE, value_size=3 * SIZE, **common)
@@ -137,7 +137,7 @@ def test_a_missing_block_is_reported_and_its_tokens_have_no_slot(rank) -> None:
         shape_for(plan), entries=entries, rows=[0], num_computed_tokens=[0], num_new_tokens=[40]
     )
     cache, slots, _ = slots_after(cache_of_rank(interleaving, rank), upload)
-    assert int(cache.error_flags) == NO_BLOCK
+    assert int(cache.error_flags) == CacheFlags.NO_BLOCK
     slots = np.asarray(slots)
     assert slots[8 * rank : 8 * rank + 8].tolist() == [*range(40, 48)]
     assert (slots >= 0).sum() == 8

@@ -20,7 +20,7 @@ import jaxkv
 from jaxkv import Sampling
 from jaxkv._src.engine import _states
 from jaxkv._src.sleeping import CacheTemplate
-from jaxkv._src.sleeping._host import ArrayPlace
+from jaxkv._src.sleeping._host import ArrayTemplate
 from jaxkv.sleeping import SleepError
 from tests.engine_models import forward, make_params, make_plan
 
@@ -347,9 +347,9 @@ def test_a_cache_made_again_is_one_for_which_nothing_is_compiled_again(device: s
     }
     scales = {"full": (0.25, 3.0)}
     cache = jaxkv.make_cache(small_plan(), max_requests=2, scales=scales, **places[device])
-    made = CacheTemplate.of(cache).make()
+    made = CacheTemplate.from_cache(cache).make()
     for array, wanted in zip(*map(jax.tree.leaves, (made, cache)), strict=True):
-        assert ArrayPlace.of(array) == ArrayPlace.of(wanted)
+        assert ArrayTemplate.from_array(array) == ArrayTemplate.from_array(wanted)
         np.testing.assert_array_equal(array, wanted)
     assert made.layout is cache.layout
 

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv import BlockManager, HostMemory, KVCache, OutOfBlocksError, Scheduler, StepShape
-from jaxkv._src.layout import pieces_of
+from jaxkv._src.layout import list_descriptors
 from jaxkv.blocks import ExportedBlocks
-from jaxkv.pool import BlockPieces, block_pieces
+from jaxkv.pool import BlockDescriptors, describe_blocks
 from tests.helpers import ON_GPU, needs_devices
 from tests.layer_examples import plan_of
 from tests.test_host_blocks import LONGEST, ORDERS, filled
@@ -33,7 +33,7 @@ def manager_of(layers, num_blocks: int) -> tuple[BlockManager, StepShape]:
     return BlockManager(plan, max_requests=3), shape
 
 
-def cut(pieces: BlockPieces) -> list[ctypes.Array]:
+def cut(pieces: BlockDescriptors) -> list[ctypes.Array]:
     """Returns the bytes of all pieces, which a transfer would read."""
     found = [ctypes.create_string_buffer(length) for length in pieces.lengths.tolist()]
     for data, address in zip(found, pieces.addresses.tolist(), strict=True):
@@ -163,11 +163,11 @@ def test_pieces_are_the_bytes_of_their_blocks(name: str, options: dict) -> None:
     cache = jax.block_until_ready(filled(name, **options))
     count = len(cache.layout.buffers.layout.groups)
     ids = [np.array(of) for of in ([3, 1], [4], [7, 5, 6])[:count]]
-    ((_, pieces),) = block_pieces(cache, ids).items()
+    ((_, pieces),) = describe_blocks(cache, ids).items()
     layout = cache.layout.buffers
     for group, of in enumerate(ids):
         for column, block in enumerate(of):
-            here = (pieces.groups == group) & (pieces.columns == column)
+            here = (pieces.groups == group) & (pieces.logical_blocks == column)
             assert pieces.lengths[here].sum() == layout.layout.group_bytes(group)
             found = [b.raw for b, of_block in zip(cut(pieces), here, strict=True) if of_block]
             assert b"".join(found) and sorted(b"".join(found)) == sorted(
@@ -175,7 +175,7 @@ def test_pieces_are_the_bytes_of_their_blocks(name: str, options: dict) -> None:
             )
     # A transfer to other blocks, as one of NIXL's would make it.
     into = [np.array(of) for of in ([8, 9], [10], [12, 11, 2])[:count]]
-    ((_, places),) = block_pieces(cache, into).items()
+    ((_, places),) = describe_blocks(cache, into).items()
     assert (places.lengths == pieces.lengths).all()
     for data, address in zip(cut(pieces), places.addresses.tolist(), strict=True):
         copy_memory(address, ctypes.addressof(data), len(data))
@@ -207,11 +207,13 @@ def test_pieces_of_large_memory_are_those_of_small_memory_further_on(options: di
     buffers = jax.eval_shape(lambda: jaxkv.make_cache(plan, max_requests=2, **options))
     buffers = buffers.layout.buffers
     addresses = [2**47 - 2**40 + 2**38 * i for i, _ in enumerate(buffers.shapes)]
-    far, near = (pieces_of(buffers, [np.array([last])], addresses) for last in (num_blocks - 1, 1))
+    far, near = (
+        list_descriptors(buffers, [np.array([last])], addresses) for last in (num_blocks - 1, 1)
+    )
     strides = [math.prod(shape[buffers.block_axis + 1 :]) for shape in buffers.shapes]
     moved = [int(a) - int(b) for a, b in zip(far.addresses, near.addresses, strict=True)]
     assert set(moved) == {stride * (num_blocks - 2) for stride in strides}
-    origin = pieces_of(buffers, [np.array([1])], [0] * len(addresses))
+    origin = list_descriptors(buffers, [np.array([1])], [0] * len(addresses))
     shifts = {int(a) - int(b) for a, b in zip(near.addresses, origin.addresses, strict=True)}
     assert shifts == set(addresses)
 
@@ -229,13 +231,13 @@ def test_each_device_of_a_mesh_has_pieces_of_its_share(options: dict) -> None:
         for b in cache.buffers
     )
     cache = jax.block_until_ready(dataclasses.replace(cache, buffers=buffers))
-    of_devices = block_pieces(cache, [np.array([5, 2])])
+    of_devices = describe_blocks(cache, [np.array([5, 2])])
     assert set(of_devices) == set(mesh.devices.flat)
     for device, pieces in of_devices.items():
         shards = [s.data for b in buffers for s in b.addressable_shards if s.device == device]
         share = dataclasses.replace(cache, buffers=tuple(shards))
         for column, block in enumerate((5, 2)):
-            here = pieces.columns == column
+            here = pieces.logical_blocks == column
             found = b"".join(b.raw for b, is_in in zip(cut(pieces), here, strict=True) if is_in)
             assert sorted(found) == sorted(b"".join(bytes_of(share, 0, block)))
 
@@ -243,7 +245,7 @@ def test_each_device_of_a_mesh_has_pieces_of_its_share(options: dict) -> None:
 def test_blocks_of_a_worker_without_layers_have_no_pieces() -> None:
     plan = jaxkv.plan_cache([{"a": FULL}, {}], [2**16] * 2, max_model_len=16)
     cache = jaxkv.make_cache(plan, max_requests=2, worker=1)
-    (pieces,) = block_pieces(cache, [np.array([1])]).values()
+    (pieces,) = describe_blocks(cache, [np.array([1])]).values()
     assert not pieces.addresses.size and not pieces.lengths.size
 
 
@@ -251,18 +253,18 @@ def test_blocks_that_are_not_in_the_pool_have_no_address() -> None:
     cache = filled("full")
     for ids in ([0], [cache.layout.num_blocks]):
         with pytest.raises(ValueError, match="block_ids"):
-            block_pieces(cache, [np.array(ids)])
+            describe_blocks(cache, [np.array(ids)])
     with pytest.raises(ValueError, match="groups"):
-        block_pieces(cache, [])
+        describe_blocks(cache, [])
     buffers = cache.layout.buffers
     for count in (len(buffers.shapes) - 1, len(buffers.shapes) + 1):
         with pytest.raises(ValueError, match=f"1 groups and addresses {count} buffers; the pool"):
-            pieces_of(buffers, [np.array([1])], [0] * count)
+            list_descriptors(buffers, [np.array([1])], [0] * count)
     with pytest.raises(TypeError, match="block_ids must be block ids per group, got set"):
-        block_pieces(cache, {1})
+        describe_blocks(cache, {1})
     tables = jaxkv.make_cache(plan_of({"a": FULL}, 20, LONGEST), max_requests=2, tables_only=True)
     with pytest.raises(ValueError, match="the cache has block tables only"):
-        block_pieces(tables, [np.array([1])])
+        describe_blocks(tables, [np.array([1])])
 
 
 # --- schedulers -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from jaxkv import (
     StepShape,
     TableEntry,
 )
-from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD
+from jaxkv._src.cache import CacheFlags
 from jaxkv._src.planning import Plan
 from tests.helpers import as_ids, hybrid_plan
 from tests.layer_examples import plan_of
@@ -156,9 +156,9 @@ def test_numbers_of_uploads_begin_anew_after_the_last_of_int32() -> None:
     cache = jaxkv.make_cache(plan, max_requests=3)
     for order, flag in (
         ((0, 1, 2, 3), 0),
-        ((0, 1, 3), LOST_UPLOAD),
-        ((0, 1, 2, 2), REPEATED_UPLOAD),
-        ((0, 1, 1), LOST_UPLOAD),
+        ((0, 1, 3), CacheFlags.LOST_UPLOAD),
+        ((0, 1, 2, 2), CacheFlags.REPEATED_UPLOAD),
+        ((0, 1, 1), CacheFlags.LOST_UPLOAD),
     ):
         after = jax.tree.map(jnp.copy, cache)
         object.__setattr__(after, "status", as_ids([0, INT32_MAX - 2]))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.attention import build_page_lists
+from jaxkv._src.attention import block_mask_indices
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import make_cache
-from jaxkv._src.planning import KVCacheCapacityError, plan_cache
+from jaxkv._src.planning import KVCacheCapacityError, make_layout, plan_cache
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.sleeping import ClosedOverError
 from jaxkv._src.specs import FullAttentionSpec, SharedKVSpec, StateSpec
@@ -145,7 +145,7 @@ MISTAKES = {
         "dtypes='f32' must be a tuple of names; add a comma",
     ),
     "a number of groups": (
-        lambda s: jaxkv.planning.make_layout(5),
+        lambda s: make_layout(5),
         TypeError,
         "groups must be a list, each entry a Group; got 5",
     ),
@@ -488,12 +488,12 @@ MISTAKES = {
     "attention to a state": (
         lambda s: s.attend(KEYS, KEYS, KEYS, layer="state.0"),
         TypeError,
-        "layer='state.0' keeps states, not tokens; use read_state and write_state",
+        "layer='state.0' stores states, not tokens; use read_state and write_state",
     ),
     "the state of an attention layer": (
         lambda s: jaxkv.read_state(s.cache, "full.0", s.batch),
         TypeError,
-        "layer='full.0' keeps tokens, not states; use read_tokens and write_tokens, or read_rows",
+        "layer='full.0' stores tokens, not states; use read_tokens and write_tokens, or read_rows",
     ),
     "a cache that was donated": (
         lambda s: jaxkv.layer_view(donated(), "full.0"),
@@ -516,7 +516,7 @@ MISTAKES = {
         "keys must be an array of numbers, got <U1",
     ),
     "a word for a layer index": (
-        lambda s: build_page_lists(
+        lambda s: block_mask_indices(
             s.cache, "full.0", s.batch, q_block_tokens=4, layer_index="first"
         ),
         TypeError,

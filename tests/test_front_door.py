@@ -22,6 +22,7 @@ import jaxkv
 from jaxkv.testing import assert_no_recompilation
 from tests.pool_cases import planned
 
+ROOT = pathlib.Path(__file__).parents[1]
 WANTED = {
     *("plan_cache", "layers_from_config", "load_config", "Limits", "Plan"),
     *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedAttentionSpec", "CrossAttentionSpec"),
@@ -102,12 +103,6 @@ PUBLIC = {
     + [jaxkv.interop.vllm]
     for name in module.__all__
 }
-TEXTS = [
-    path.read_text()
-    for folder in ("tests", "notebooks")
-    for path in (pathlib.Path(__file__).parents[1] / folder).rglob("*.*py*")
-    if path.suffix in (".py", ".ipynb") and path != pathlib.Path(__file__)
-]
 
 
 def test_modules_list_what_is_public_beside_the_front_door() -> None:
@@ -116,17 +111,70 @@ def test_modules_list_what_is_public_beside_the_front_door() -> None:
     assert not {name.rpartition(".")[2] for name in PUBLIC} & set(NAMES), "one place for each name"
 
 
+EVERY = {f"jaxkv.{name}": getattr(jaxkv, name) for name in NAMES} | PUBLIC
+GUIDES = [*ROOT.glob("notebooks/[0-9]*.ipynb"), ROOT / "README.md"]
+GUIDE = "\n".join([path.read_text() for path in GUIDES] + [str(jaxkv.__doc__)])
+
+
+def docstrings(name: str) -> str:
+    """What a public name, or module, and its methods say."""
+    value = EVERY.get(name) or sys.modules[name]
+    methods = vars(value).values() if inspect.isclass(value) else ()
+    is_own = inspect.ismodule(value) or isinstance(value, type) or inspect.isroutine(value)
+    return "\n".join(inspect.getdoc(part) or "" for part in (value, *methods) if is_own)
+
+
+DOCSTRINGS = {name: docstrings(name) for name in (*EVERY, *{n.rpartition(".")[0] for n in PUBLIC})}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_is_documented_and_used(name: str) -> None:
-    value, word = PUBLIC[name], name.rpartition(".")[2]
-    if callable(value) and hasattr(value, "__module__") and value.__module__.startswith("jaxkv"):
+def test_a_public_name_has_a_purpose_in_a_guide_or_in_the_docstring_of_another(name: str) -> None:
+    value, word = PUBLIC[name], re.compile(rf"\b{name.rpartition('.')[2]}\b")
+    if isinstance(value, type | types.FunctionType):
         assert (value.__doc__ or "").strip(), "no docstring"
-    assert any(re.search(rf"\b{word}\b", text) for text in TEXTS), "no test has it"
+    others = (text for other, text in DOCSTRINGS.items() if other != name)
+    assert word.search(GUIDE) or any(map(word.search, others)), "make it private, or say what for"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_errors_reprs_and_pickles_show_where_a_name_is_public(name: str) -> None:
+    value = EVERY[name]
+    if isinstance(value, type | types.FunctionType):
+        assert value.__module__ == name.rpartition(".")[0]
+
+
+# The signatures of these packages say `Any` in some places.
+PLACES = jaxkv._public_modules()
+WITH_ANY = {"blocks", "engine", "hf_config", "interop", "planning", "scheduler", "specs"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_signature_says_any(name: str) -> None:
+    value = EVERY[name]
+    if not isinstance(value, type | types.FunctionType):
+        return
+    package = next(module for n, module, public in PLACES if name == f"{public}.{n}").split(".")[2]
+    if package in WITH_ANY:
+        return
+    parts = {"": value}
+    if inspect.isclass(value):
+        parts = {n: inspect.getattr_static(value, n) for n in vars(value) if n[0] != "_"}
+        parts = {
+            n: getattr(part, "fget", getattr(part, "__func__", part)) for n, part in parts.items()
+        }
+        parts["__init__"] = value.__init__
+    for part, function in parts.items():
+        if isinstance(function, types.FunctionType):
+            signature = inspect.signature(function)
+            texts = [p.annotation for p in signature.parameters.values()]
+            for text in (*texts, signature.return_annotation):
+                said = str(text).replace("type[typing.Any]", "")  # of jax's DTypeLike
+                assert text is not Any and "typing.Any" not in said, f"{name}.{part}: {text}"
 
 
 def defaults() -> Iterator[tuple[str, str]]:
     """Yields each argument of what is public that may be left out, and what it is then."""
-    for name, value in ({f"jaxkv.{name}": getattr(jaxkv, name) for name in NAMES} | PUBLIC).items():
+    for name, value in EVERY.items():
         parts = {"": value}
         if inspect.isclass(value):
             methods = inspect.getmembers(value, inspect.isroutine)
@@ -144,7 +192,7 @@ def defaults() -> Iterator[tuple[str, str]]:
 
 def test_what_may_be_left_out_is_what_it_was() -> None:
     """Other values change what users get who say nothing; change both where that is meant."""
-    recorded = pathlib.Path(__file__).parent / "golden" / "defaults.json"
+    recorded = ROOT / "tests" / "golden" / "defaults.json"
     assert dict(defaults()) == json.loads(recorded.read_text())
 
 

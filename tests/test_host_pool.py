@@ -103,13 +103,13 @@ def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
             assert found.num_host_tokens == gained, "of a prefix that lies in both memories"
             if not gained:
                 continue
-            numbers = offload.room.chunks(ids)
+            numbers = offload.pool.chunks(ids)
             size = sum(
-                of_chunk[n][1] * int(offload.room.block_bytes[of_chunk[n][0]])
+                of_chunk[n][1] * int(offload.pool.block_bytes[of_chunk[n][0]])
                 for n in {*numbers.tolist()} - {_host_pool.UNFLUSHED}
             )
             alone = ids[numbers == _host_pool.UNFLUSHED]
-            size += sum(int(offload.room.block_bytes[g]) for g in offload.room.groups(alone))
+            size += sum(int(offload.pool.block_bytes[g]) for g in offload.pool.groups(alone))
             least = -(-size // gained)
             for tokens_wanted, most, wanted in (
                 (gained, least, True),
@@ -451,7 +451,7 @@ def test_host_room_equals_its_rules_after_every_call() -> None:
                     groups.pop()
                 of.take(groups)
             elif what == "release":
-                of.room.release(some)
+                of.pool.release(some)
                 of.let_go(some)
             elif what == "oldest":
                 of.oldest({*draw.sample([*of.chunks], min(len(of.chunks), draw.randint(0, 2)))})

@@ -533,7 +533,7 @@ def test_fresh_blocks_are_zeroed_and_blocks_with_content_are_not(name: str) -> N
 
 
 def rows_on_device(cache: jaxkv.KVCache, plan: Plan, row: int) -> list[list[int]]:
-    starts, lengths = cache.layout.column_starts, np.asarray(cache.row_lengths)[row]
+    starts, lengths = cache.layout.table_offsets, np.asarray(cache.row_lengths)[row]
     tables = np.asarray(cache.block_tables)[row]
     return [tables[s : s + n].tolist() for s, n in zip(starts[:-1], lengths, strict=True)]
 
@@ -749,7 +749,7 @@ def test_a_bad_step_is_refused_and_changes_nothing(name: str) -> None:
         tables.pack(shape, bad)
     assert (tables.rows, tables.block_ids("a")) == before
     (upload,) = tables.pack(shape, output(**running("a", ([4], [5], [6]), 5)))
-    assert upload.parts()["entry_columns"].tolist() == [1, 1, 1]
+    assert upload.parts()["entry_logical_blocks"].tolist() == [1, 1, 1]
 
 
 def test_fields_that_every_step_has_are_missed() -> None:
@@ -801,7 +801,7 @@ def test_a_request_that_comes_again_replaces_all_that_it_had() -> None:
         (upload,) = tables.pack(shape, step)
     assert tables.block_ids("a") == ((7,), (8,), (9,)) and tables.rows == {"a": 0}
     parts = upload.parts()
-    assert parts["entry_columns"].tolist() == [0, 0, 0]
+    assert parts["entry_logical_blocks"].tolist() == [0, 0, 0]
     assert parts["row_lengths"].tolist() == [[1, 1, 1]]
     for request, row in (("a", 0), ("b", 1)):  # without blocks a request has a row, too
         tables.follow(output(scheduled_new_reqs=[new(request, [], [], [])]))

@@ -54,7 +54,7 @@ def test_a_request_of_a_million_tokens_holds_what_the_plan_says() -> None:
     for _ in range(length // chunk):
         parts = manager.step(shape, {"long": chunk}).parts()
         for group, (begin, end) in enumerate(itertools.pairwise([0, *parts["entry_ends"]])):
-            device[group][parts["entry_columns"][begin:end]] = parts["entry_ids"][begin:end]
+            device[group][parts["entry_logical_blocks"][begin:end]] = parts["entry_ids"][begin:end]
         assert set(parts["entry_rows"].tolist()) == {row}
     held = manager.allocated_blocks("long")
     assert all(n <= most for n, most in zip(held, plan.blocks_per_group(length), strict=True))

@@ -122,7 +122,7 @@ class Served:
         """By a prefix that lies there, or as the copy of one on the device."""
         prefixes = self.manager._prefixes
         if prefixes._offload is not None:
-            room, copies = prefixes._offload.room, prefixes._offload._copy_of
+            room, copies = prefixes._offload.pool, prefixes._offload._copy_of
             ids = room.first_id + np.flatnonzero(room.is_alive)
             assert ((prefixes._tree.read_only_until[ids] > 0) | (copies[ids] > 0)).all()
 
@@ -386,7 +386,7 @@ def test_as_many_bytes_of_loads_are_ahead_as_a_step_hides(blocks: float) -> None
     served = beside()
     offload = served.manager._offload
     assert offload is not None
-    block = offload.room.block_bytes.item(0)
+    block = offload.pool.block_bytes.item(0)
     offload.lookahead_bytes = int(blocks * block)
     for number, name in ((1, "c"), (2, "d")):
         served.start(name, prompt(number, 17))
@@ -906,7 +906,7 @@ def test_nothing_leaks() -> None:
                 scheduler.finish(name)
                 del tokens[name]
     loads, tree = manager._prefixes.loads, manager._prefixes._tree
-    stats, room = manager.offload_stats(), manager._offload.room  # pyrefly: ignore
+    stats, room = manager.offload_stats(), manager._offload.pool  # pyrefly: ignore
     assert stats is not None and preempted > count / 50, preempted
     assert stats.swapped_in_requests and stats.loaded_blocks and stats.evicted_blocks
     assert not loads.swapped and not tree.swapped and not manager.requests

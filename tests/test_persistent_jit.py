@@ -24,7 +24,7 @@ import jaxkv
 import jaxkv._src.internal.persistent_jit as persistence
 import pallas_kernels
 from jaxkv._src.engine import _device
-from jaxkv._src.internal.persistent_jit import Place, persist_in, persistent_jit, run_persistent
+from jaxkv._src.internal.persistent_jit import Target, persist_in, persistent_jit, run_persistent
 from tests.engine_models import forward, make_params, make_plan
 from tests.helpers import ON_GPU, needs_mosaic
 
@@ -33,11 +33,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 SPEC = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
 
 
-def place_in(folder: pathlib.Path) -> Place:
-    return Place(str(folder / "new"), "cuda" if ON_GPU else "cpu")
+def place_in(folder: pathlib.Path) -> Target:
+    return Target(str(folder / "new"), "cuda" if ON_GPU else "cpu")
 
 
-def files(place: Place) -> dict[str, int]:
+def files(place: Target) -> dict[str, int]:
     """Returns how many files there are of each function."""
     names = [path.name.rsplit("-", 1)[0] for path in pathlib.Path(place.folder).glob("*")]
     return {name: names.count(name) for name in names}
@@ -77,7 +77,7 @@ def lower_for_gpu(folder: str) -> int:
     shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=2, max_query_len=1)
 
     def run(cache: Any, upload: Any, x: Any) -> Any:
-        with persist_in(Place(folder)):
+        with persist_in(Target(folder)):
             step = jaxkv.StepContext(cache, upload, token_ids=jnp.zeros(2, jnp.int32))
             for layer in ("a", "b"):
                 x = x + step.attend(layer, x, x, x, implementation="mosaic_gpu")
@@ -190,7 +190,7 @@ def test_where_jax_keeps_its_own_code_changes_nothing(
 
 def test_each_platform_has_code_of_its_own(tmp_path: pathlib.Path) -> None:
     for count, platform in enumerate(("cpu", "cuda"), 1):
-        place = Place(str(tmp_path / "not yet" / "there"), platform)
+        place = Target(str(tmp_path / "not yet" / "there"), platform)
         with persist_in(place):
             jax.jit(functools.partial(run_persistent, scaled, by=(2,))).trace((X, X))
         assert files(place) == {"scaled": count}
@@ -314,7 +314,7 @@ def test_code_is_kept_next_to_what_jax_keeps(
     monkeypatch.setattr(jax, "config", types.SimpleNamespace(**config))
     devices: list[Any] = [types.SimpleNamespace(platform=name) for name in ("gpu", "cpu")]
     wanted = (
-        Place(str(pathlib.Path("local", "jaxkv"))) if folder == "local" and is_enabled else None
+        Target(str(pathlib.Path("local", "jaxkv"))) if folder == "local" and is_enabled else None
     )
     assert [persistence.folder_for(device) for device in devices] == [wanted, None]
     monkeypatch.setattr(persistence, "find_spec", lambda name: None)  # flatbuffers

@@ -307,7 +307,7 @@ def test_tables_show_the_ids_of_each_request_dark_where_the_step_reads_them() ->
     texts = written(ax)
     for request, row in manager.requests.items():
         for group, (start, ids) in enumerate(zip(starts, manager.block_ids(request), strict=True)):
-            read = tables.columns(group, *steps[row], 0)
+            read = tables.logical_blocks(group, *steps[row], 0)
             for column, block_id in enumerate(ids):
                 if block_id:
                     bar = bars[start + column, row - 0.5]

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jaxkv
-from jaxkv._src.cache import BAD_LAYER_INDEX, STALE_BATCH, CacheError
+from jaxkv._src.cache import CacheError, CacheFlags
 from jaxkv._src.pool import copy_blocks, zero_blocks
 from jaxkv._src.pool._layer import _status_after
 from jaxkv._src.specs import MLASpec, SharedKVSpec, StateSpec
@@ -119,7 +119,7 @@ def test_a_scan_over_periods_writes_and_reads_every_layer(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [PERIODS[0], *PERIODS[3:]], ids=str)
-def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case) -> None:
+def test_a_layer_index_that_does_not_exist_touches_nothing_and_is_reported(case: Case) -> None:
     cache, step, batch = poisoned(case)
     count, writes = writes_of_periods(case, step)
     tokens = [x for x in writes if case.plan.layout.placement_of(x).spec.kind != "state"]
@@ -137,8 +137,8 @@ def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case
         after, *seen = run(cache, batch, jnp.int32(layer_index))
         assert_same_bytes(after.buffers, cache.buffers)
         assert not any(np.asarray(array).any() for array in jax.tree.leaves(seen))
-        assert int(after.error_flags) == BAD_LAYER_INDEX
-        with pytest.raises(CacheError, match="a period beyond the layers of its group"):
+        assert int(after.error_flags) == CacheFlags.BAD_LAYER_INDEX
+        with pytest.raises(CacheError, match="a layer_index beyond the layers of its group"):
             jaxkv.check_errors(after)
     after, *seen = run(cache, batch, jnp.int32(count - 1))
     assert all(np.asarray(array).any() for array in jax.tree.leaves(seen))
@@ -301,11 +301,11 @@ CALLS = [
         (windows, lambda c, b: W(0, "full.0", b, 0, 0), TypeError, "cache must be a KVCache"),
         (windows, lambda c, b: R(c, "full.0", b, dtype="uint8"), TypeError,
          "dtype=uint8 holds bytes of your own format, not numbers"),
-        (hybrid, lambda c, b: R(c, "state.0", b), TypeError, "keeps state, not keys and values"),
-        (latent, lambda c, b: R(c, "mla.0", b), TypeError, "keeps mla, .* use write_rows and read"),
+        (hybrid, lambda c, b: R(c, "state.0", b), TypeError, "stores state, not keys and values"),
+        (latent, lambda c, b: R(c, "mla.0", b), TypeError, "stores mla, .* use write_rows and"),
         (hybrid, lambda c, b: jaxkv.read_rows(c, "state.0", b), TypeError, "use read_state"),
         (windows, lambda c, b: jaxkv.read_state(c, "full.0", b), TypeError, "use read_tokens"),
-        (latent, lambda c, b: W(c, "mla.0", b, KEYS, VALUES), TypeError, "keeps mla, not keys"),
+        (latent, lambda c, b: W(c, "mla.0", b, KEYS, VALUES), TypeError, "stores mla, not keys"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS[1:], VALUES), ValueError,
          r"keys has shape \(8, 2, 4\); layer 'full.0' wants \(9, 2, 4\)"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS, KEYS), ValueError, r"values .*\(9, 2, 2\)"),
@@ -359,7 +359,9 @@ def test_a_function_of_a_layer_keeps_the_errors_of_its_cache_and_of_its_batch() 
         (0, 1, 2, 3), (0, 1, 2, 3), (0, 1), (-1, 0)
     ):
         status = as_ids([old, 7]), as_ids([of_batch, 7 - late])
-        wanted = old | of_batch | late * STALE_BATCH | -first * BAD_LAYER_INDEX
+        wanted = (
+            old | of_batch | late * CacheFlags.STALE_BATCH | -first * CacheFlags.BAD_LAYER_INDEX
+        )
         assert _status_after(*status, np.int32(first)).tolist() == [wanted, 7]
 
 
@@ -371,10 +373,10 @@ def test_a_function_of_a_layer_keeps_the_errors_of_its_cache_and_of_its_batch() 
         (2**31 - 1, ValueError, "layer_index=2147483647 is not in"),
         (1.0, TypeError, "layer_index must be an array of int32, got float"),
         (np.int64(2**32), TypeError, "layer_index must be an array of int32, got int64"),
-        (as_ids([0, 1]), ValueError, r"period has shape \(2,\); pass the index of one layer"),
+        (as_ids([0, 1]), ValueError, r"layer_index has shape \(2,\); pass the index of one layer"),
     ],
 )
-def test_a_period_that_names_no_layer_is_refused(layer_index, error, message) -> None:
+def test_a_layer_index_that_names_no_layer_is_refused(layer_index, error, message) -> None:
     cache = cases.empty(Case(windows))
     batch = cases.fixed_step(windows()).batch(cache, windows())
 

@@ -225,6 +225,6 @@ def test_ids_that_int32_does_not_count_are_refused_and_do_not_wrap() -> None:
                 getattr(stacked, name)("layer.0", layer_index=layer_index)
     cache = jax.eval_shape(functools.partial(make, stacked=True))
     with pytest.raises(ValueError, match=r"'layer\.63' ends after 34,359,738,368 kernel bl"):
-        jaxkv.attention.build_page_lists(
+        jaxkv.attention.block_mask_indices(
             cache, "layer.0", stacked, q_block_tokens=1, layer_index=jnp.int32(0)
         )

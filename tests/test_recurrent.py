@@ -611,8 +611,8 @@ BAD = [
     ({"conv_weights": [[0.0]]}, TypeError, "conv_weights must be an array, got list"),
     ({"conv_bias": zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),
-    ({"layer": "full"}, TypeError, "keeps tokens, not states; use attend"),
-    ({"layer": "other"}, ValueError, "keeps states of shapes"),
+    ({"layer": "full"}, TypeError, "stores tokens, not states; use attend"),
+    ({"layer": "other"}, ValueError, "stores states of shapes"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError, "keys are 8 wide"),
 ]  # fmt: skip
 

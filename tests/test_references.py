@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hst
 
-from jaxkv._src.cache import BAD_BLOCK_ID, BAD_LOGICAL_BLOCK, NO_BLOCK
+from jaxkv._src.cache import CacheFlags
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import ORDERS
 from jaxkv._src.planning import Plan, plan_cache
@@ -72,8 +72,8 @@ def plan_of(layers: dict[str, LayerSpec], num_blocks: int = 20, **options) -> Pl
 )
 def test_the_columns_that_a_step_reads_are_those_of_the_definition(spec, columns) -> None:
     tables = ReferenceTables(plan_of({"a": spec}), max_requests=2)
-    assert tables.columns(0, 5, 9, encoder_tokens=5) == columns
-    fresh = tables.columns(0, 0, 1, encoder_tokens=1)
+    assert tables.logical_blocks(0, 5, 9, encoder_tokens=5) == columns
+    fresh = tables.logical_blocks(0, 0, 1, encoder_tokens=1)
     assert fresh == [None, 0, 1][spec.kind != "state" :][: len(fresh)]
 
 
@@ -86,11 +86,17 @@ def test_reference_rows_keep_what_was_written_last_and_flag_what_was_dropped() -
     tables.append([TableEntry(2, [[9]])])
     assert [tables.slot(0, 0, p) for p in (1, 3, 5, 9, 16)] == [21, 23, -1, 29, -1]
     assert tables.table(0, 2, 0, 4) == [18, 19] and tables.flags == 0
-    assert tables.table(0, 0, 0, 9) == [10, 11, 0, 0, 14, 15] and tables.flags == NO_BLOCK
+    assert (
+        tables.table(0, 0, 0, 9) == [10, 11, 0, 0, 14, 15] and tables.flags == CacheFlags.NO_BLOCK
+    )
     tables.append([TableEntry(2, [[20]])])
-    assert tables.row(0, 2) == [0] and tables.flags == NO_BLOCK | BAD_BLOCK_ID
+    assert tables.row(0, 2) == [0] and tables.flags == CacheFlags.NO_BLOCK | CacheFlags.BAD_BLOCK_ID
     tables.append([TableEntry(2, [[1, 2]], [5])])
-    assert tables.row(0, 2) == [] and tables.flags == NO_BLOCK | BAD_BLOCK_ID | BAD_LOGICAL_BLOCK
+    assert (
+        tables.row(0, 2) == []
+        and tables.flags
+        == CacheFlags.NO_BLOCK | CacheFlags.BAD_BLOCK_ID | CacheFlags.BAD_LOGICAL_BLOCK
+    )
 
 
 def test_reference_tables_are_of_a_row_at_least() -> None:

@@ -21,12 +21,7 @@ import pytest
 import jaxkv
 from jaxkv import layout, planning, pool, prefixes, specs
 from jaxkv._src.layout import LayerExtents, PagePlacement
-from jaxkv.attention import (
-    build_page_csr,
-    build_page_lists,
-    page_list_sizes,
-    physical_to_logical,
-)
+from jaxkv.attention import block_mask_indices, block_mask_sizes, physical_to_logical
 from jaxkv.hf_config import count_weights
 from tests.helpers import hybrid_plan
 
@@ -118,12 +113,8 @@ def of_planning(s: Served) -> Iterator[Call]:
             "zero_policy": "never",
         },
     )
-    yield planning.hybrid_block_size, {"spec": FULL, "state_page_bytes": 64}
     groups = planning.make_groups({"a": FULL})
-    longest = {"groups": groups, "usable_blocks": 4, "max_model_len": 24, "limits": jaxkv.Limits()}
-    yield planning.longest_model_len, longest | {"context_parallel": 1}
     yield planning.make_groups, {"layers": {"a": FULL}, "grouping": "auto", "cost": None}
-    yield planning.make_layout, {"groups": groups, "layers": ("a",), "shared": {}}
     yield planning.pool_bytes, {"plan": PLAN}
     for name in (*LENGTHS, "requests_that_fit", "tokens_that_fit"):
         yield getattr(PLAN, name), {"num_tokens": 4}
@@ -135,8 +126,6 @@ def of_planning(s: Served) -> Iterator[Call]:
     yield layout.AcceptedSizes, {"exact": (4,), "multiples_of": 4}
     yield layout.PhysicalOrder, {"order": "LBNHC", "tile_tokens": 2}
     yield place, {"num_blocks": 4, "num_layers": 2, "layer": 1, "page_offset_bytes": 0}
-    yield layout.blocks_per_kv_block, {"spec": FULL, "kernel_block_size": 2}
-    yield layout.rows_per_block, {"spec": FULL}
     backends = {"a": layout.AcceptedSizes(exact=(4,))}
     one = {"block_size": 4, "backends": backends, "compress_ratio": 1}
     yield layout.select_kernel_block_size, one
@@ -235,14 +224,12 @@ def of_device(s: Served) -> Iterator[Call]:
     made |= {"stacked": None, "interleave_tokens": 1, "scales": None, "mesh": None, "axis": None}
     made |= {"device": None, "worker": 0, "rank": None, "tables_only": False}
     yield jaxkv.make_cache, made
-    yield jaxkv.check_errors, {"state": s.cache}
+    yield jaxkv.check_errors, {"cache": s.cache}
     cache = {"cache": s.cache}
     yield pool.describe_layer, cache | {"layer": "full.0", "ids": "kernel"}
-    yield pool.block_pieces, cache | {"block_ids": [[1], [], [], [], []]}
+    yield pool.describe_blocks, cache | {"block_ids": [[1], [], [], [], []]}
     lists = cache | {"layer": "full.0", "shape": s.shape, "q_block_tokens": 4, "causal": True}
-    lists |= {"pages_are_shared": True}
-    yield page_list_sizes, lists
-    yield layout.page_list_bytes, {"sizes": page_list_sizes(**lists), "kind": "lists"}
+    yield block_mask_sizes, lists
     asleep = {"cache": jaxkv.make_cache(PLAN, max_requests=4)}
     yield jaxkv.sleep, asleep | {"level": 1, "parts": ("kv_cache",), "chunk_bytes": 2**20}
     asleep = {"cache": jaxkv.sleep(jaxkv.make_cache(PLAN, max_requests=4))}
@@ -267,10 +254,7 @@ def of_steps(s: Served) -> Iterator[Call]:
         jaxkv.read_rows: step,
         jaxkv.StepContext: cache | run | {"upload": s.upload, "newest_tokens": None} | ids,
         physical_to_logical: step,
-        **dict.fromkeys(
-            (build_page_lists, build_page_csr),
-            step | {"q_block_tokens": 4, "causal": True, "pages_are_shared": True},
-        ),
+        block_mask_indices: step | {"q_block_tokens": 4, "causal": True},
     }
     view = jaxkv.layer_view(s.cache, "full.0")
     ids, ends = jnp.array([1], jnp.int32), jnp.ones(5, jnp.int32)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.cache import BAD_LAYER_INDEX
+from jaxkv._src.cache import CacheFlags
 from jaxkv._src.internal.mesh import check_not_explicit
 from jaxkv.testing import assert_in_place, assert_same_bytes
 from tests.test_attend import poisoned
@@ -183,7 +183,7 @@ def test_a_period_that_does_not_exist_attends_to_nothing_and_is_reported() -> No
         stepped, after, out = attend_in(cache, upload, x, np.int32(layer_index))
         assert not np.asarray(out).any()
         assert_same_bytes(after.buffers, stepped.buffers)
-        assert int(after.error_flags) == BAD_LAYER_INDEX
+        assert int(after.error_flags) == CacheFlags.BAD_LAYER_INDEX
     _, after, out = attend_in(cache, upload, x, np.int32(PERIODS - 1))
     jaxkv.check_errors(after)
     assert np.isfinite(np.asarray(out)).all() and np.asarray(out).any()

@@ -73,7 +73,7 @@ class WholeStep:
         seen = at[None, :] <= at[:, None]
         if isinstance(spec, jaxkv.SlidingWindowSpec):
             seen &= at[None, :] > at[:, None] - spec.sliding_window
-        if values is None:  # latent rows
+        if values is None:  # latent vectors
             keys, values = keys[:, None], keys[:, None, : spec.value_size]
         repeats = queries.shape[1] // keys.shape[1]
         keys, values = (jnp.repeat(rows, repeats, axis=1) for rows in (keys, values))

@@ -96,7 +96,7 @@ def test_a_schedule_runs_in_the_smallest_shape_that_holds_it(each: int, reproduc
     buckets = ShapeBuckets(scheduler, 64, 1024, reproducible=reproducible)
     for requests, samples in itertools.product((1, 7, 8, 9, 33, 64), (0, 1, 8, 9, 40, 64)):
         rows, sampled = np.arange(requests), np.arange(samples)
-        work = RowWork(rows, Batch.of(rows, np.full(requests, each)), None)
+        work = RowWork(rows, Batch.from_counts(rows, np.full(requests, each)), None)
         named = SampledRequests(sampled, sampled, sampled)
         schedule = Schedule(work, named, (), {}, rows, rows, operator.itemgetter(0))
         fit = [

@@ -103,7 +103,7 @@ def sampled(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def test_a_cache_of_every_order_and_kind_serves_one_token(order: str, heads: int) -> None:
     index, kinds = ORDERS.index(order), KINDS
     block_size = 1 + (index + heads) % 2
-    if heads > 1 and order in ("LHBNC", "BHLNC"):  # latent rows count as one head
+    if heads > 1 and order in ("LHBNC", "BHLNC"):  # latent vectors count as one head
         mixed = plan_of(attention_specs(kinds, heads, "f32", block_size))
         with pytest.raises(ValueError, match="KV heads"):
             jaxkv.make_cache(mixed, max_requests=1, order=order)

@@ -613,7 +613,7 @@ def test_only_arrays_that_go_to_the_default_device_change_it() -> None:
     with jax.default_device(last):
         array = jnp.zeros(3)
     for given, wanted in ((committed, None), (array, last)):
-        with _host.ArrayPlace.of(given).as_default():
+        with _host.ArrayTemplate.from_array(given).as_default():
             assert jax.config.jax_default_device == wanted
 
 

@@ -12,18 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
-from jaxkv._src.cache import (
-    BAD_BATCH,
-    BAD_BLOCK_ID,
-    BAD_LOGICAL_BLOCK,
-    BAD_ROW,
-    LOST_UPLOAD,
-    NO_BLOCK,
-    REPEATED_UPLOAD,
-    CacheError,
-    check_errors,
-    make_cache,
-)
+from jaxkv._src.cache import CacheError, CacheFlags, check_errors, make_cache
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.pool import read_rows, write_tokens
@@ -156,14 +145,19 @@ def numbered(count: int = 3) -> tuple[BlockManager, list[Upload]]:
 
 @pytest.mark.parametrize(
     ("order", "flag"),
-    [([0, 1, 2], 0), ([0, 2], LOST_UPLOAD), ([0, 1, 1], REPEATED_UPLOAD), ([1], LOST_UPLOAD)],
+    [
+        ([0, 1, 2], 0),
+        ([0, 2], CacheFlags.LOST_UPLOAD),
+        ([0, 1, 1], CacheFlags.REPEATED_UPLOAD),
+        ([1], CacheFlags.LOST_UPLOAD),
+    ],
 )
 def test_an_upload_that_is_lost_or_applied_twice_is_reported(order, flag) -> None:
     _, uploads = numbered()
     cache = make_cache(PLAN, max_requests=4)
     for index in order:
         cache, _ = step(cache, uploads[index])
-    assert int(cache.error_flags) & (LOST_UPLOAD | REPEATED_UPLOAD) == flag
+    assert int(cache.error_flags) & (CacheFlags.LOST_UPLOAD | CacheFlags.REPEATED_UPLOAD) == flag
     if flag:
         with pytest.raises(CacheError, match="upload was"):
             check_errors(cache)
@@ -187,9 +181,11 @@ def test_the_status_after_every_kind_of_number_and_of_last_number() -> None:
     for last, number in itertools.product((0, 1, 2, INT32_MAX - 1, INT32_MAX), numbers):
         wanted, problem = last % INT32_MAX + 1, 0
         if number > 0:
-            problem = LOST_UPLOAD * (number > wanted) | REPEATED_UPLOAD * (number < wanted)
-        before = 0 if number < 0 else NO_BLOCK  # a reset gives up what was wrong
-        status, found = follow(as_ids([NO_BLOCK, last]), jnp.int32(number))
+            problem = CacheFlags.LOST_UPLOAD * (number > wanted) | CacheFlags.REPEATED_UPLOAD * (
+                number < wanted
+            )
+        before = 0 if number < 0 else CacheFlags.NO_BLOCK  # a reset gives up what was wrong
+        status, found = follow(as_ids([CacheFlags.NO_BLOCK, last]), jnp.int32(number))
         assert status.tolist() == [before, abs(number) or last], (last, number)
         assert found == problem, (last, number)
 
@@ -209,7 +205,7 @@ def test_a_request_whose_block_never_came_is_reported() -> None:
         make_cache(PLAN, max_requests=4),
         upload(rows=[0], num_computed_tokens=[0], num_new_tokens=[3]),
     )
-    assert int(cache.error_flags) == NO_BLOCK
+    assert int(cache.error_flags) == CacheFlags.NO_BLOCK
     assert set(slots_of(batch).tolist()) == {-1}
 
 
@@ -220,7 +216,7 @@ def test_a_request_whose_block_never_came_is_reported() -> None:
         ({"max_requests": 3}, "max_requests is 3 and the cache's 4"),
         ({"plan": dataclasses.replace(PLAN, context_parallel=2)}, "context_parallel is 2 and the"),
         ({"plan": hybrid_plan(kv_dtype="bf16", max_model_len=20)}, None),
-        ({"plan": hybrid_plan(grouping="packed")}, "its groups hold other blocks"),
+        ({"plan": hybrid_plan(grouping="packed")}, "its groups take other blocks"),
     ],
 )  # fmt: skip
 def test_an_upload_of_another_plan_is_refused(change, message) -> None:
@@ -292,7 +288,7 @@ def test_steps_can_be_vmapped_over_replicas_and_scanned() -> None:
     scan = jax.jit(jax.vmap(functools.partial(jax.lax.scan, body)))
     replicas, positions = scan(replicas, data)
     assert positions.tolist() == [[0, 1, 2], [1, -1, -1]]
-    assert replicas.status.tolist() == [[0, 3], [LOST_UPLOAD | NO_BLOCK, 2]]
+    assert replicas.status.tolist() == [[0, 3], [CacheFlags.LOST_UPLOAD | CacheFlags.NO_BLOCK, 2]]
     cache = make_cache(PLAN, max_requests=4)
     for one in uploads:
         cache, _ = step(cache, one)
@@ -433,15 +429,15 @@ def test_a_ring_notices_that_a_step_took_its_upload() -> None:
     assert manager.num_computed_tokens("a") == 2, "the step did not happen"
 
 
-def test_a_ring_seals_a_buffer_once() -> None:
+def test_a_ring_flushes_a_buffer_once() -> None:
     ring = UploadRing(depth=2)
-    with pytest.raises(RuntimeError, match="seal was called before buffer"):
+    with pytest.raises(RuntimeError, match="flush was called before buffer"):
         ring.flush()
     assert SHAPE.idle(ring).data.tolist() == SHAPE.idle().data.tolist()
     small = StepShape.for_plan(PLAN, max_requests=4, max_tokens=4)
     ring.buffer(small)
     assert ring.flush().size == small.format.size, "the last buffer that was asked for"
-    with pytest.raises(RuntimeError, match="seal was called before buffer"):
+    with pytest.raises(RuntimeError, match="flush was called before buffer"):
         ring.flush()
 
 
@@ -461,12 +457,12 @@ def test_step_and_cache_are_what_the_front_door_gives() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "flag"),
     [
-        ("entry_ids", PLAN.num_blocks, BAD_BLOCK_ID),
-        ("entry_columns", 99, BAD_LOGICAL_BLOCK),
-        ("request_rows", 4, BAD_ROW),
-        ("num_computed_tokens", -1, BAD_BATCH),
-        ("query_start_loc", 1, BAD_BATCH),
-        ("changed_rows", 4, BAD_ROW),
+        ("entry_ids", PLAN.num_blocks, CacheFlags.BAD_BLOCK_ID),
+        ("entry_logical_blocks", 99, CacheFlags.BAD_LOGICAL_BLOCK),
+        ("request_rows", 4, CacheFlags.BAD_ROW),
+        ("num_computed_tokens", -1, CacheFlags.BAD_BATCH),
+        ("query_start_loc", 1, CacheFlags.BAD_BATCH),
+        ("changed_rows", 4, CacheFlags.BAD_ROW),
     ],
 )
 def test_whatever_a_step_drops_is_reported(field: str, value: int, flag: int) -> None:
@@ -490,7 +486,7 @@ def test_a_decode_step_reports_a_request_that_is_not_at_its_token() -> None:
     starts = shape.format.fields["query_start_loc"].start
     data[starts : starts + 4] = [0, 0, 1, 2]
     cache, batch = step(cache, Upload(data=data, shape=shape))
-    assert int(cache.error_flags) == BAD_BATCH
+    assert int(cache.error_flags) == CacheFlags.BAD_BATCH
     assert set(slots_of(batch).tolist()) == {-1}
 
 

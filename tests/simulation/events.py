@@ -33,7 +33,7 @@ class Mirror:
                 assert keys <= self.stored, "a block that was not stored is removed"
                 self.stored -= keys
         offload = self.manager._offload
-        if offload is None or not offload.room.alive.size:
+        if offload is None or not offload.pool.alive.size:
             assert all(medium == "GPU" for medium, *_ in self.stored), "host memory is empty"
         self._compare()
 

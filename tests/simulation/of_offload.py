@@ -62,7 +62,7 @@ class TierServing(Tight, ManagerServing):
             super().run(self.draw.randint(0, 12))
         self.new_epoch()
         self.oracle.step(self.manager.step(self.shape, {}), self.requests, {})  # the moves
-        room = self.manager._offload.room
+        room = self.manager._offload.pool
         assert not self.oracle.device.host and not room.used_bytes, "host memory leaks"
         assert not room.num_used_ids, "host ids leak"
         left = {name: of for name, of in vars(room).items() if isinstance(of, dict) and of}

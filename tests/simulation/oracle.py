@@ -321,7 +321,7 @@ class Oracle:
 
     def _check_host(self) -> None:
         """Checks that host memory holds what the books count, within its bytes."""
-        stats, room = self.manager.offload_stats(), self.manager._offload.room
+        stats, room = self.manager.offload_stats(), self.manager._offload.pool
         sizes = {n: room.block_bytes[g] * len(of) for n, (g, of) in self.device.host.items()}
         assert sum(sizes.values()) <= stats.num_bytes, "more bytes on the host than it has"
         # What the step itself has evicted is stored by the next moves, and dropped by them.
@@ -352,8 +352,8 @@ class Oracle:
         if block >= self.manager.plan.num_blocks:
             if block in offload._stores:
                 return self.device.blocks[offload._stores[block]]
-            at = block - offload.room.first_id
-            return self.device.host[offload.room._chunk_of[at]][1][offload.room._place_of[at]]
+            at = block - offload.pool.first_id
+            return self.device.host[offload.pool._chunk_of[at]][1][offload.pool._index_of[at]]
         if offload is not None and block in offload._loads:
             return self._contents(offload._loads[block])
         for number, _, blocks in () if offload is None else (*offload._lookahead, *offload._later):

@@ -14,7 +14,7 @@ from jaxkv import (
     SlidingWindowSpec,
     StateSpec,
 )
-from jaxkv.planning import ZeroPolicy
+from jaxkv._src.planning import ZeroPolicy
 from jaxkv.specs import LayerSpec
 from tests.layer_examples import plan_of
 

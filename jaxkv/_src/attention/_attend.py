@@ -6,6 +6,7 @@ from typing import get_args
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
+from jaxtyping import Float
 
 from jaxkv._src.attention._kernel import attend_to_layer
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
@@ -33,17 +34,17 @@ def attend(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    queries: Array,
-    keys: Array | None = None,
-    values: Array | None = None,
+    queries: Float[Array, "*tokens heads key_size"],
+    keys: Float[Array, "... key_size"] | None = None,
+    values: Float[Array, "*tokens kv_heads value_size"] | None = None,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
-    sinks: Array | None = None,
+    sinks: Float[Array, "heads"] | None = None,
     row_packing: RowPacking | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Array]:
+) -> tuple[KVCache, Float[Array, "*tokens heads value_size"]]:
     """Writes a step's keys and values into a layer, then attends by the layer's own rule.
 
     Example::
@@ -54,7 +55,7 @@ def attend(
             cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
 
     Each token attends to the tokens of its own request up to itself: to all of them (full attention
-    and latent rows), or to those of its window or chunk; in cross attention, to the encoder's
+    and latent vectors), or to its window or chunk; in cross attention, to the encoder's
     tokens. Bytes that its request did not write never reach the output, whatever they hold, because
     values are masked as well as scores. Padding gets zeros.
 
@@ -64,18 +65,18 @@ def attend(
 
     A batch of another step than the cache's sets an error flag (`jaxkv.check_errors`). Nothing can
     tell that a model dropped the cache that this function returned, or that a loop kept an old one:
-    the keys are lost. `jaxkv.StepContext` and `jaxkv.Engine` hold the cache for you.
+    the keys are lost. `jaxkv.StepContext` and `jaxkv.Engine` thread the cache for you.
 
     No temporary grows with the pool or with the square of the longest request, provided that the
     keys of each layer depend on the output of the layer before it. Otherwise XLA may write a later
     layer first, and copies the pool for that; make such keys (an encoder's, say) depend on it by
     ``jax.lax.optimization_barrier((keys, values, out_before))``.
 
-    Requests that begin with the same blocks read them together if the step's shape has room for
-    ``shared_prefixes``, in full attention and latent rows. The bits of a token's output depend on
-    its request alone if the shape is ``reproducible``. See `StepShape.for_plan` for both.
+    Requests that begin with the same blocks read them together if the step's shape has
+    ``shared_prefixes``, in full attention and latent vectors. The bits of a token's output depend
+    on its request alone if the shape is ``reproducible``. See `StepShape.for_plan` for both.
 
-    With context parallelism each rank attends to the positions that it holds, and the results are
+    With context parallelism each rank attends to its own positions, and the results are
     combined by their log-sum-exp.
 
     Args:
@@ -83,34 +84,34 @@ def attend(
       layer: name of a layer. One that shares another layer's cache gets no keys and values.
       queries: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch. The query heads of
         one KV head are adjacent.
-      keys: [T, kv_heads, K], or [B, T / B, kv_heads, K]. For latent rows [T, K], which are divided
-        by the K scale; for cross attention the encoder's, [B, E, kv_heads, K]. None: nothing is
+      keys: [T, kv_heads, K], or [B, T / B, kv_heads, K]. For latent vectors [T, K], divided by
+        the K scale; for cross attention the encoder's, [B, E, kv_heads, K]. None: nothing is
         written.
-      values: [T, kv_heads, V], or with the leading axes of ``keys``; None for latent rows, or if
+      values: [T, kv_heads, V], or with the leading axes of ``keys``; None for latent vectors, or if
         ``keys`` is None.
       scale: factor of the scores; None: ``K ** -0.5``.
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
       sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
-      row_packing: ``"fp8_ds_mla"`` for a layer whose latent rows are packed into its
+      row_packing: ``"fp8_ds_mla"`` for a layer whose latent vectors are packed into its
         ``bytes_per_token``: 656 for 512 + 64 elements; see `pallas_kernels.PackedRow`. ``attend``
-        packs ``keys``, and does not use the K scale. None: rows are elements of the layer's dtype.
-      period: int32[], may be traced: attends to layer ``cache.stacked_layers(layer)[period]``
-        instead of ``layer``; see `write_tokens`.
+        packs ``keys``, and does not use the K scale. None: elements of the layer's dtype.
+      layer_index: int32[], may be traced: attends to layer
+        ``cache.stacked_layers(layer)[layer_index]`` instead of ``layer``; see `write_tokens`.
       implementation: as for `pallas_kernels.paged_attention`. None: Mosaic on GPUs that support
         it, if it supports the layer and the queries (16-bit queries, heads of 64 to 256, pages
-        whose padding is whole rows), else XLA.
+        whose padding is whole tokens), else XLA.
 
     Returns:
       The cache with the tokens written, and the output in the queries' dtype: [T, heads, V], or
       [B, T / B, heads, V].
 
     Raises:
-      TypeError: the layer keeps no rows of tokens, or rows that only your own kernel can read
+      TypeError: the layer stores no tokens, or tokens that only your own kernel can read
         (packed scales, ``bytes_per_token`` without ``row_packing``, ``compress_ratio``,
         ``sink_tokens``); queries that are not floats of 16 bits or more.
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support; the message says why.
       ValueError: shapes that do not fit the layer and the batch; ``row_packing`` of a layer whose
-        rows have another size; context parallelism without a mesh axis.
+        vectors have another size; context parallelism without a mesh axis.
     """
     bound = bind(cache, layer, batch, layer_index, implementation)
     rule = _rule(layer, bound, queries, scale, soft_cap, row_packing)
@@ -191,7 +192,7 @@ def _check_written(layer: str, bound: BoundLayer, keys: Array | None, values: Ar
         check_tokens(layer, bound, keys, values)
     elif values is not None:
         raise ValueError(
-            f"values were given, but layer={layer!r} stores latent rows: pass the rows as keys, "
+            f"values were given, but layer={layer!r} stores latent vectors: pass them as keys, "
             "and None as values"
         )
     else:
@@ -206,7 +207,7 @@ def _rule(
     soft_cap: float | None,
     row_packing: RowPacking | None,
 ) -> AttentionRule:
-    """Checks that attention can read the rows of a layer, and returns its rule."""
+    """Checks that attention can read the tokens of a layer, and returns its rule."""
     spec, layout, growth = token_spec(layer, bound.form.spec), bound.layout, bound.requests.growth
     if layout.context_parallel > 1 and layout.axis is None:
         raise ValueError(
@@ -261,33 +262,35 @@ def _packed_row(spec: MLASpec) -> PackedRow:
 
 
 def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: RowPacking) -> None:
-    """Raises ValueError unless the rows of a layer have the size of packed rows."""
+    """Raises ValueError unless the vectors of a layer have the size of packed ones."""
     check_choice(get_args(RowPacking), row_packing=row_packing)
     if not isinstance(spec, MLASpec):
-        raise ValueError(f"row_packing={row_packing!r}, but layer={layer!r} stores no latent rows")
+        raise ValueError(
+            f"row_packing={row_packing!r}, but layer={layer!r} stores no latent vectors"
+        )
     wanted = _packed_row(spec).row_bytes
     if spec.bytes_per_token != wanted or spec.compress_ratio > 1:
         raise ValueError(
-            f"row_packing={row_packing!r} packs rows of layer={layer!r} into {wanted} bytes; the "
-            f"layer has bytes_per_token={spec.bytes_per_token} and compress_ratio="
+            f"row_packing={row_packing!r} packs vectors of layer={layer!r} into {wanted} bytes; "
+            f"the layer has bytes_per_token={spec.bytes_per_token} and compress_ratio="
             f"{spec.compress_ratio}; wants {wanted} and 1"
         )
 
 
 def _check_readable(layer: str, spec: FullAttentionSpec | MLASpec) -> None:
-    """Raises TypeError if attention cannot read the rows of a layer without ``row_packing``."""
+    """Raises TypeError if attention cannot read the tokens of a layer without ``row_packing``."""
     unread, remedy = _unreadable(spec), ""
     if unread and isinstance(spec, MLASpec) and spec.bytes_per_token == _packed_row(spec).row_bytes:
-        remedy = "pass row_packing='fp8_ds_mla' if its rows are packed like that, or "
+        remedy = "pass row_packing='fp8_ds_mla' if its vectors are packed like that, or "
     if unread:
         raise TypeError(
-            f"layer={layer!r} has {unread}, which attend cannot read; {remedy}write its rows with "
+            f"layer={layer!r} has {unread}, which attend cannot read; {remedy}write them with "
             "write_rows and attend with your own kernel over layer_view"
         )
 
 
 def _unreadable(spec: FullAttentionSpec | MLASpec) -> str:
-    """Returns the field of a spec because of which attention cannot read its rows, or ""."""
+    """Returns the field of a spec that keeps attention from reading its tokens, or ""."""
     if isinstance(spec, MLASpec):
         if spec.bytes_per_token is not None:
             return f"bytes_per_token={spec.bytes_per_token}"

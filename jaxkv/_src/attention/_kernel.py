@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.cache import StepBatch, expand_blocks
+from jaxkv._src.cache import BatchRequests, expand_blocks
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.pool import BoundLayer
@@ -32,7 +32,7 @@ def attend_to_layer(
     one_each = queries[..., 0, 0].size == batch.shape.batch_size and batch.shape.max_query_len == 1
     flat = queries.reshape(-1, *queries.shape[-2:])
     if not one_each and batch.is_rectangular:
-        flat = flat.at[_flat_places(batch)].get(mode="fill", fill_value=0)
+        flat = flat.at[_flat_indices(batch)].get(mode="fill", fill_value=0)
     key_scale, value_scale = bound.key_value_scales
     if rule.row_packing is not None:
         key_scale = 1.0
@@ -53,8 +53,8 @@ def attend_to_layer(
     if is_interleaved and layout.axis is not None:
         out = _combine(out, lse, layout.axis).astype(queries.dtype)
     if not one_each and batch.is_rectangular:
-        places = _rectangular_places(batch)
-        out = out.at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        indices = _rectangular_indices(batch)
+        out = out.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return out.reshape(*shape, rule.value_width)
 
 
@@ -98,26 +98,26 @@ def _pages(bound: BoundLayer) -> StridedPages:
 
 
 def _tables(bound: BoundLayer) -> Array:
-    """Returns the pages of each request, int32[B, W]; -1 for pages that it does not hold."""
+    """Returns the pages of each request, int32[B, W]; -1 for pages that it lacks."""
     ids, tiles = bound.requests.table, bound.form.extents.tiles
     ids = jnp.where((ids == NULL_BLOCK) | (bound.first < 0), -1, ids)
     return expand_blocks(ids, tiles) if tiles > 1 else ids
 
 
-def _flat_places(batch: StepBatch) -> Array:
+def _flat_indices(batch: BatchRequests) -> Array:
     """Returns int32[T], the index in a rectangular batch of each token of a flat one."""
-    num_requests, columns = batch.token_shape
-    index = jnp.arange(num_requests * columns, dtype=jnp.int32)
+    num_requests, width = batch.token_shape
+    index = jnp.arange(num_requests * width, dtype=jnp.int32)
     ends = batch.query_start_loc[1:]
     request = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    return request * columns + index - take(batch.query_start_loc, request)
+    return request * width + index - take(batch.query_start_loc, request)
 
 
-def _rectangular_places(batch: StepBatch) -> Array:
+def _rectangular_indices(batch: BatchRequests) -> Array:
     """Returns int32[B, T / B], the index of each token in a flat batch; -1 for padding."""
-    columns = jnp.arange(batch.token_shape[1], dtype=jnp.int32)[None]
-    places = batch.query_start_loc[:-1, None] + columns
-    return jnp.where(columns < batch.query_lens[:, None], places, -1)
+    offsets = jnp.arange(batch.token_shape[1], dtype=jnp.int32)[None]
+    indices = batch.query_start_loc[:-1, None] + offsets
+    return jnp.where(offsets < batch.query_lens[:, None], indices, -1)
 
 
 def _combine(out: Array, lse: Array, axis: str) -> Array:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Int32
 
-from jaxkv._src.cache import BAD_BLOCK_ID, BAD_LOGICAL_BLOCK, BAD_ROW, PAD_ROW, CacheLayout, KVCache
+from jaxkv._src.cache import PAD_ROW, CacheFlags, CacheLayout, KVCache
 from jaxkv._src.internal.checks import check_at_most, check_count, check_positive, check_same_shape
 from jaxkv._src.internal.indexing import bit, gather_bits, group_of, take, within
 from jaxkv._src.internal.jit_int32 import jit_int32
@@ -20,18 +21,18 @@ from jaxkv._src.uploads import TableEntry, list_entries
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TableEntries:
-    """Block ids on their way into the tables: K ids of G groups, E rows that change.
+    """Block ids to write into the tables: K ids of G groups, E rows that change.
 
-    ``block_ids[k]`` goes to ``rows[k]``, ``columns[k]`` of its group. The ids of group g end
-    before ``ends[g]``; those at and past ``ends[-1]``, and those of row `PAD_ROW`, are padding.
+    ``block_ids[k]`` becomes logical block ``logical_blocks[k]`` of ``rows[k]`` in its group. Ids of
+    group g end before ``ends[g]``. Ids from ``ends[-1]`` on, and of row `PAD_ROW`, are padding.
     """
 
-    rows: Array  # int32[K]
-    columns: Array  # int32[K], in the table of the group
-    block_ids: Array  # int32[K], ordered by group
-    ends: Array  # int32[G]
-    changed_rows: Array  # int32[E], distinct; PAD_ROW for padding
-    row_lengths: Array  # int32[E, G], columns in use of each changed row afterwards
+    rows: Int32[Array, "ids"]
+    logical_blocks: Int32[Array, "ids"]  # of the row and the group
+    block_ids: Int32[Array, "ids"]  # ordered by group
+    ends: Int32[Array, "groups"]
+    changed_rows: Int32[Array, "changed"]  # distinct; PAD_ROW for padding
+    row_lengths: Int32[Array, "changed groups"]  # logical blocks of each changed row afterwards
 
     def __repr__(self) -> str:
         rows, groups = self.row_lengths.shape
@@ -49,7 +50,7 @@ def pack_entries(
     """Packs entries into padded NumPy arrays, for `append_block_ids` on its own.
 
     Args:
-      entries: of two for one cell the later one counts.
+      entries: a later one for the same logical block replaces an earlier one.
       num_groups, max_requests: groups and rows of the tables.
       max_block_ids, max_rows: ids and rows to pad to.
 
@@ -61,13 +62,13 @@ def pack_entries(
     sizes = {"num_groups": num_groups, "max_block_ids": max_block_ids, "max_rows": max_rows}
     check_at_most(INT32_MAX, **sizes)
     listed = list_entries(entries, num_groups, max_requests)
-    rooms = {
+    most = {
         "max_block_ids": (listed.ids, max_block_ids),
         "max_rows": (listed.changed_rows, max_rows),
     }
-    for name, (needed, room) in rooms.items():
-        if needed.size > room:
-            raise ValueError(f"the entries need {name}={needed.size}, got {room}")
+    for name, (needed, given) in most.items():
+        if needed.size > given:
+            raise ValueError(f"the entries need {name}={needed.size}, got {given}")
 
     def padded(values: np.ndarray, size: int, padding: int = PAD_ROW) -> Any:
         more = np.full((size - len(values), *values.shape[1:]), padding, np.int32)
@@ -75,7 +76,7 @@ def pack_entries(
 
     return TableEntries(
         rows=padded(listed.rows, max_block_ids),
-        columns=padded(listed.columns, max_block_ids),
+        logical_blocks=padded(listed.logical_blocks, max_block_ids),
         block_ids=padded(listed.ids, max_block_ids),
         ends=padded(listed.ends, num_groups),
         changed_rows=padded(listed.changed_rows, max_rows),
@@ -85,11 +86,11 @@ def pack_entries(
 
 @jit_int32("entries")
 def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
-    """Writes block ids that requests were given into their rows; all groups at once.
+    """Writes block ids that requests were given into their rows, for all groups at once.
 
-    Nothing clamps and nothing wraps: an entry whose row or column is out of range is dropped,
-    and an id that the pool does not have becomes the null block; `check_errors` reports both.
-    Entries must name distinct cells, and distinct changed rows.
+    Nothing clamps and nothing wraps: an entry whose row or logical block is out of range is
+    dropped, and an id that the pool does not have becomes the null block; `check_errors` reports
+    both. Entries must name distinct logical blocks, and distinct changed rows.
 
     Args:
       cache: before the step.
@@ -105,16 +106,16 @@ def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
     group = group_of(index, entries.ends)
     is_entry = (entries.rows != PAD_ROW) & (group < len(layout.growths))
     known_row = within(entries.rows, layout.max_requests)
-    rooms = jnp.array(layout.row_blocks, jnp.int32)
-    known_logical_block = within(entries.columns, take(rooms, group))
+    widths = jnp.array(layout.row_blocks, jnp.int32)
+    known_logical_block = within(entries.logical_blocks, take(widths, group))
     known_id = within(entries.block_ids, layout.num_blocks)
-    problems = bit(BAD_ROW, is_entry & ~known_row)
-    problems |= bit(BAD_LOGICAL_BLOCK, is_entry & known_row & ~known_logical_block)
-    problems |= bit(BAD_BLOCK_ID, is_entry & ~known_id)
-    starts = jnp.array(layout.column_starts[:-1], jnp.int32)
+    problems = bit(CacheFlags.BAD_ROW, is_entry & ~known_row)
+    problems |= bit(CacheFlags.BAD_LOGICAL_BLOCK, is_entry & known_row & ~known_logical_block)
+    problems |= bit(CacheFlags.BAD_BLOCK_ID, is_entry & ~known_id)
+    starts = jnp.array(layout.table_offsets[:-1], jnp.int32)
     ids = _Cells(
         entries.rows,
-        entries.columns + take(starts, group),
+        entries.logical_blocks + take(starts, group),
         jnp.where(known_id, entries.block_ids, NULL_BLOCK),
         is_entry & known_row & known_logical_block,
     )
@@ -123,26 +124,23 @@ def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
 
 
 class _Cells(NamedTuple):
-    """Values of cells of ``cache.rows``, int32 arrays of one shape.
+    """Values of cells of ``cache.rows``, and whether each is written."""
 
-    written: whether each is written, bool.
-    """
-
-    rows: Array
-    columns: Array
-    values: Array
-    written: Array
+    rows: Int32[Array, "*cells"]
+    columns: Int32[Array, "*cells"]
+    values: Int32[Array, "*cells"]
+    written: Bool[Array, "*cells"]
 
 
 def _length_cells(entries: TableEntries, layout: CacheLayout) -> tuple[_Cells, Array]:
     """Returns the cells that hold the lengths of rows, [E, G], and error flags, int32[E, G]."""
     known = within(entries.changed_rows, layout.max_requests)[:, None]
-    rooms = jnp.array(layout.row_blocks, jnp.int32)
-    fits = (entries.row_lengths >= 0) & (entries.row_lengths <= rooms[None])
-    problems = bit(BAD_ROW, ~known & (entries.changed_rows != PAD_ROW)[:, None])
-    problems |= bit(BAD_LOGICAL_BLOCK, known & ~fits)
+    widths = jnp.array(layout.row_blocks, jnp.int32)
+    fits = (entries.row_lengths >= 0) & (entries.row_lengths <= widths[None])
+    problems = bit(CacheFlags.BAD_ROW, ~known & (entries.changed_rows != PAD_ROW)[:, None])
+    problems |= bit(CacheFlags.BAD_LOGICAL_BLOCK, known & ~fits)
     shape = entries.row_lengths.shape
-    columns = layout.column_starts[-1] + jnp.arange(shape[1], dtype=jnp.int32)
+    columns = layout.table_offsets[-1] + jnp.arange(shape[1], dtype=jnp.int32)
     values = jnp.where(fits, entries.row_lengths, 0)
     rows = jnp.broadcast_to(entries.changed_rows[:, None], shape)
     cells = _Cells(rows, jnp.broadcast_to(columns, shape), values, jnp.broadcast_to(known, shape))
@@ -170,7 +168,9 @@ def report(cache: KVCache, *problems: Array) -> KVCache:
 
 
 def _check_shapes(entries: TableEntries, num_groups: int) -> None:
-    check_same_shape(rows=entries.rows, columns=entries.columns, block_ids=entries.block_ids)
+    check_same_shape(
+        rows=entries.rows, logical_blocks=entries.logical_blocks, block_ids=entries.block_ids
+    )
     wanted = {
         "ends": (entries.ends, (num_groups,)),
         "row_lengths": (entries.row_lengths, (*entries.changed_rows.shape, num_groups)),

@@ -124,7 +124,7 @@ class BlockManager(Unique):
     ) -> tuple[RequestState, RowAllocator, OffloadManager | None, Prefixes, StepPlanner]:
         plan, memory = self._plan, self._host_memory
         offload = None if memory is None else _offload(memory, plan)
-        pool = BlockPool(plan.num_blocks, 0 if offload is None else offload.room.num_ids)
+        pool = BlockPool(plan.num_blocks, 0 if offload is None else offload.pool.num_ids)
         for group in plan.groups:  # the first ones, of attention sinks
             pool.allocate(group.reserved_blocks)
         state = RequestState(pool, plan, self._max_requests)
@@ -399,8 +399,8 @@ class BlockManager(Unique):
     def export_blocks(self, request: Hashable) -> ExportedBlocks:
         """Returns the blocks with which a request can go on in another cache.
 
-        Its steps up to now must have run before anybody reads them; `jaxkv.pool.block_pieces` says
-        where they lie. They stay the request's own: finish it once they are copied.
+        Its steps up to now must have run before anybody reads them; `jaxkv.pool.describe_blocks`
+        returns their addresses. They stay the request's own: finish it once they are copied.
 
         Raises:
           ValueError: the request is not running, has computed no token in a step since it was

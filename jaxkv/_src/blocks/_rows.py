@@ -92,7 +92,7 @@ class RowAllocator:
         times, size = np.bincount(rows, minlength=self._is_taken.size), self._is_taken.size
         if times.size > size or np.count_nonzero(times > self._is_taken):
             raise ValueError(f"rows={rows.tolist()} must be distinct rows of running requests")
-        batch = Batch.of(rows, num_tokens)
+        batch = Batch.from_counts(rows, num_tokens)
         self._check_counts(batch)
         return RowWork(self._names[rows], batch, self._version)
 
@@ -116,7 +116,9 @@ class RowAllocator:
                 if _sum_is_int(counts) and last_counts == counts:
                     return last
                 rows = last.rows
-        batch = Batch.of(self._rows_of(names) if rows is None else rows, _as_counts(counts))
+        batch = Batch.from_counts(
+            self._rows_of(names) if rows is None else rows, _as_counts(counts)
+        )
         self._check_counts(batch)
         self._last = names, counts, batch
         return batch

@@ -141,7 +141,7 @@ def write_updates(
             shape,
             data,
             entry_rows=rows,
-            entry_columns=logical_blocks,
+            entry_logical_blocks=logical_blocks,
             entry_ids=ids,
             entry_ends=ends,
         )

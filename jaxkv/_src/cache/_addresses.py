@@ -4,18 +4,21 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jaxkv._src.cache._state import KVCache, check_cache
 from jaxkv._src.internal.checks import check_kind
-from jaxkv._src.layout import BlockPieces, pieces_of
+from jaxkv._src.layout import BlockDescriptors, list_descriptors
 
 
-def block_pieces(cache: KVCache, block_ids: Sequence[np.ndarray]) -> dict[jax.Device, BlockPieces]:
-    """Returns where blocks lie, on each device of this process.
+def describe_blocks(
+    cache: KVCache, block_ids: Sequence[Int[np.ndarray, "blocks"]]
+) -> dict[jax.Device, BlockDescriptors]:
+    """Returns the addresses of blocks on each device of this process.
 
     Addresses hold until a function takes the cache as donated, or it is deleted; a step that works
-    in place keeps them. Wait for the steps before (``jax.block_until_ready``), because whoever
-    reads or writes at an address is not in the device's order of work.
+    in place keeps them. Wait for the steps before (``jax.block_until_ready``): the device does not
+    order its work with reads and writes at an address.
 
     Args:
       cache: a cache with buffers.
@@ -34,6 +37,8 @@ def block_pieces(cache: KVCache, block_ids: Sequence[np.ndarray]) -> dict[jax.De
         for buffer in cache.buffers
     ]
     devices = [shard.device for shard in cache.status.addressable_shards]
-    places = {device: [of[device].unsafe_buffer_pointer() for of in shards] for device in devices}
-    buffers = cache.layout.buffers
-    return {device: pieces_of(buffers, block_ids, place) for device, place in places.items()}
+    buffers, found = cache.layout.buffers, dict[jax.Device, BlockDescriptors]()
+    for device in devices:
+        addresses = [shard[device].unsafe_buffer_pointer() for shard in shards]
+        found[device] = list_descriptors(buffers, block_ids, addresses)
+    return found

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32
 
 from jaxkv._src.internal.checks import check_at_most
 from jaxkv._src.internal.indexing import within
@@ -10,7 +11,9 @@ from jaxkv._src.internal.numbers import INT32_MAX
 
 
 @jit_int32("block_ids", static_argnames="blocks_per_kv_block")
-def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
+def expand_blocks(
+    block_ids: Int32[Array, "... blocks"], blocks_per_kv_block: int
+) -> Int32[Array, "... kernel_blocks"]:
     """Expands logical block ids to the ids of their kernel blocks.
 
     Example::

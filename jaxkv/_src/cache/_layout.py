@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Int32
 
 from jaxkv._src.internal.checks import check_int32
 from jaxkv._src.internal.indexing import take
@@ -17,7 +18,7 @@ from jaxkv._src.layout import PoolBuffers
 from jaxkv._src.planning import LayerPlacement
 from jaxkv._src.specs import Growth
 
-LayerIndex = Array | int | None
+LayerIndex = Int32[Array, ""] | int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class CacheLayout:
 
     growths: per group, the rule by which requests take blocks.
     blocks_per_kv_block: per group, kernel blocks per block.
-    row_blocks: per group, columns of a table row.
-    buffers: shapes of the pool's buffers, and the place of every layer in them.
+    row_blocks: per group, logical blocks of a table row.
+    buffers: shapes of the pool's buffers, and the location of every layer in them.
     has_buffers: False for a cache of block tables only.
     max_requests: rows of the tables.
     context_parallel: ranks among which the positions of a request are divided.
@@ -64,8 +65,8 @@ class CacheLayout:
         return 1 if self.mesh is None or self.axis is None else self.mesh.shape[self.axis]
 
     @functools.cached_property
-    def column_starts(self) -> tuple[int, ...]:
-        """Per group, its first column in a row of the tables; then the end of the row."""
+    def table_offsets(self) -> tuple[int, ...]:
+        """Per group, where its logical blocks begin in a row of the tables; then the row's end."""
         return tuple(itertools.accumulate(self.row_blocks, initial=0))
 
     @functools.cached_property
@@ -85,7 +86,7 @@ class CacheLayout:
         return dict(self.buffers.layout.shared).get(layer, layer)
 
     def context_rank(self) -> int | jax.Array:
-        """Returns the rank of this device among those that divide the positions of a request.
+        """Returns the rank of this device in context parallelism.
 
         Raises:
           ValueError: a mesh axis gives the rank, and the call is outside ``shard_map`` over it.
@@ -132,18 +133,18 @@ class CacheLayout:
     def at_layer_index(
         self, layer: str, layer_index: LayerIndex, number_of: Callable[[str], int], fill: int
     ) -> Array | int:
-        """Returns a number of a layer, or of the layer of its group that a period names.
+        """Returns a number of a layer, or of the layer of its group that an index names.
 
         Args:
           layer: any layer of the group.
-          period: see `jaxkv.write_tokens`.
+          layer_index: see `jaxkv.write_tokens`.
           number_of: layer -> number.
-          fill: the result for a traced period that does not exist.
+          fill: the result for a traced index out of range.
 
         Raises:
-          TypeError: a period that is neither an int nor int32.
-          ValueError: a period that is not a scalar, a layer without periods
-            (`KVCache.stacked_layers`), or an int that is out of range.
+          TypeError: an index that is neither an int nor int32.
+          ValueError: an index that is not a scalar, layers that cannot be indexed
+            (`KVCache.stacked_layers`), or an int out of range.
         """
         if layer_index is None:
             return number_of(layer)
@@ -159,7 +160,7 @@ class CacheLayout:
         check_int32(layer_index=layer_index)
         if layer_index.shape:
             raise ValueError(
-                f"period has shape {layer_index.shape}; pass the index of one layer, int32[]"
+                f"layer_index has shape {layer_index.shape}; pass the index of one layer, int32[]"
             )
         return take(jnp.array(numbers, jnp.int32), jnp.asarray(layer_index), fill)
 

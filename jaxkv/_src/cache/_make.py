@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float
 
 from jaxkv._src.cache._layout import CacheLayout
 from jaxkv._src.cache._state import KVCache, check_cache
-from jaxkv._src.internal.allocation import Device, copied, zeros
+from jaxkv._src.internal.allocation import Device, copy_to, zeros
 from jaxkv._src.internal.checks import (
     check_count,
     check_flag,
@@ -25,7 +26,7 @@ from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import Order, blocks_per_kv_block, plan_buffers
 from jaxkv._src.planning import Plan, check_rows
 
-Scale = tuple[float | Array, float | Array]
+Scale = tuple[float | Float[Array, ""], float | Float[Array, ""]]
 MAX_SCALE = float(np.finfo(np.float32).max)
 
 
@@ -92,9 +93,9 @@ def make_cache(
     check_rows(plan, max_requests)
     check_positive(interleave_tokens=interleave_tokens)
     check_flag(tables_only=tables_only, stacked=True if stacked is None else stacked)
-    _check_places(mesh, axis, device)
+    _check_devices(mesh, axis, device)
     if device is None and mesh is None:
-        device = _default_place()
+        device = _default_device()
     layout = _make_layout(
         plan,
         max_requests=max_requests,
@@ -110,7 +111,7 @@ def make_cache(
     )
     same = device if mesh is None else NamedSharding(mesh, PartitionSpec())
     split = device if mesh is None else NamedSharding(mesh, layout.buffer_spec)
-    shapes = ((max_requests, layout.column_starts[-1] + len(plan.groups)), (2,))
+    shapes = ((max_requests, layout.table_offsets[-1] + len(plan.groups)), (2,))
     rows, status = zeros(shapes, jnp.int32, same)
     buffers: tuple[Array, ...] = ()
     if layout.has_buffers:
@@ -163,13 +164,13 @@ def _as_row(pair: Scale) -> Any:
     return np.array([np.asarray(scale) for scale in pair], np.float32)
 
 
-def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
+def _check_devices(mesh: Mesh | None, axis: str | None, device: Device) -> None:
     if axis is not None:
         check_kind(str, "the name of an axis", axis=axis)
     if axis is not None and mesh is None:
         raise ValueError(f"axis={axis!r} was given without mesh=: pass the mesh with this axis")
     if mesh is not None and device is not None:
-        raise ValueError("mesh= and device= both place the cache: pass only one of them")
+        raise ValueError("mesh= and device= both say where the cache lies: pass only one of them")
     if mesh is not None:
         check_kind(Mesh, "a jax.sharding.Mesh", mesh=mesh)
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
@@ -196,7 +197,7 @@ def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
         )
 
 
-def _default_place() -> Device:
+def _default_device() -> Device:
     """Returns the default device, as a sharding if jax.set_mesh has set a mesh of it."""
     with jax.ensure_compile_time_eval():  # also while make_cache is traced for its shapes
         sharding = jnp.zeros(0).sharding
@@ -305,7 +306,7 @@ def _make_scales(
     table = np.ones((len(layout.layer_numbers), 2), np.float32)
     for layer, pair in _by_layer(layout, scales).items():
         table[layout.layer_numbers[layout.owner_of(layer)]] = [np.asarray(s) for s in pair]
-    return copied(table, device)
+    return copy_to(table, device)
 
 
 def _is_positive(scale: float | Array) -> bool:

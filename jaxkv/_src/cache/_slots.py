@@ -1,18 +1,16 @@
 """Slots and blocks of a step's requests in one group, for code that reads and writes the pool."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Int32
 
+from jaxkv._src.cache._requests import BatchRequests
 from jaxkv._src.internal.indexing import take, take_cells, within
 from jaxkv._src.internal.numbers import NULL_BLOCK, cdiv
 from jaxkv._src.specs import Growth
-
-if TYPE_CHECKING:
-    from jaxkv._src.cache._batch import StepBatch
 
 PAD_SLOT = -1  # slot of a token that must not be written
 
@@ -22,21 +20,21 @@ PAD_SLOT = -1  # slot of a token that must not be written
 class GroupBatch:
     """The requests of a step in one group of layers.
 
-    It does not say which group, so that what is compiled for one serves all groups that grow alike.
+    Independent of the group's index, so that groups that grow alike share compilations.
     """
 
-    batch: "StepBatch"
-    table: Array  # int32[B, W], logical ids from `first_columns` on
+    batch: BatchRequests
+    table: Int32[Array, "requests width"]  # logical ids from `first_blocks` on
     growth: Growth = dataclasses.field(metadata={"static": True})
 
     @property
     def block_tokens(self) -> int:
-        """The positions that one column covers, over all ranks together."""
+        """Positions of one logical block, over all ranks together."""
         return self.growth.block_size * self.batch.layout.context_parallel
 
     @property
-    def first_columns(self) -> Array:
-        """int32[B], the column of each table row at which ``table`` starts."""
+    def first_blocks(self) -> Int32[Array, "requests"]:
+        """int32[B], the logical block in the first column of each row of ``table``."""
         computed, total = (
             cdiv(tokens, self.batch.layout.context_parallel)
             for tokens in (self.batch.num_computed_tokens, self.batch.seq_lens)
@@ -45,33 +43,35 @@ class GroupBatch:
         return jnp.broadcast_to(jnp.asarray(start, jnp.int32), computed.shape)
 
     @property
-    def first_positions(self) -> Array:
+    def first_positions(self) -> Int32[Array, "requests"]:
         """int32[B], the position of the first token of each row of ``table``."""
-        return self.first_columns * self.block_tokens
+        return self.first_blocks * self.block_tokens
 
     @property
-    def token_slots(self) -> Array:
+    def token_slots(self) -> Int32[Array, "*tokens"]:
         """The slot of each token, an int32 token array; `PAD_SLOT` for none."""
         batch, layout = self.batch, self.batch.layout
         requests, positions = batch.token_requests, batch.positions
-        column, offset = jnp.divmod(positions, self.block_tokens)
+        block, offset = jnp.divmod(positions, self.block_tokens)
         turn, within_turn = jnp.divmod(offset, layout.interleave_tokens)
         mine = turn % layout.context_parallel == layout.context_rank()
         offset = turn // layout.context_parallel * layout.interleave_tokens + within_turn
-        column = column - take(self.first_columns, requests)
+        column = block - take(self.first_blocks, requests)
         ids = take_cells(self.table, jnp.maximum(requests, 0), column, NULL_BLOCK)
-        held = (ids != NULL_BLOCK) & (positions >= 0) & mine
-        return jnp.where(held, ids * self.growth.block_size + offset, PAD_SLOT)
+        has_slot = (ids != NULL_BLOCK) & (positions >= 0) & mine
+        return jnp.where(has_slot, ids * self.growth.block_size + offset, PAD_SLOT)
 
-    def encoder_slots(self, num_tokens: int) -> Array:
+    def encoder_slots(self, num_tokens: int) -> Int32[Array, "requests num_tokens"]:
         """Returns int32[B, num_tokens], slots of the encoder's tokens; `PAD_SLOT` past the last."""
         size = self.growth.block_size
-        column, offset = jnp.divmod(jnp.arange(num_tokens, dtype=jnp.int32), size)
-        ids = take(self.table.T, column).T
+        block, offset = jnp.divmod(jnp.arange(num_tokens, dtype=jnp.int32), size)
+        ids = take(self.table.T, block).T
         inside = jnp.arange(num_tokens, dtype=jnp.int32)[None] < self.batch.encoder_lens[:, None]
         return jnp.where(inside & (ids != NULL_BLOCK), ids * size + offset[None], PAD_SLOT)
 
-    def state_blocks(self, at: Array | None, *, reading: bool) -> Array:
+    def state_blocks(
+        self, at: Int32[Array, "requests"] | None, *, reading: bool
+    ) -> Int32[Array, "requests"]:
         """Returns int32[B], the block of each request's state; -1 for none.
 
         Args:
@@ -81,7 +81,7 @@ class GroupBatch:
         batch, growth = self.batch, self.growth
         if at is None and not reading:
             last = jnp.maximum(cdiv(batch.seq_lens, growth.block_size), 1) - 1
-            at = last - self.first_columns
+            at = last - self.first_blocks
             if growth.cache_mode == "none":
                 at = self._draft(batch.query_lens)
         ids = self._written(at) if at is not None else self._resumed
@@ -105,14 +105,9 @@ class GroupBatch:
         return jnp.where(known, ids, NULL_BLOCK)
 
     def _draft(self, num_tokens: Array) -> Array:
-        """Returns int32[B], the index of the "none" state after so many tokens of a step.
+        """Returns int32[B], the index of the "none" state after ``num_tokens`` of a step.
 
-        Steps of more tokens than there are blocks keep the newest state alone, in the first one.
+        Steps of more tokens than there are blocks store the newest state alone, in the first one.
         """
-        is_kept = num_tokens <= 1 + self.growth.speculative_blocks
-        return jnp.where(is_kept, jnp.maximum(num_tokens, 1) - 1, 0)
-
-
-def first_columns(batch: "StepBatch", group: int) -> Array:
-    """Returns `GroupBatch.first_columns` of a group."""
-    return batch.in_group(group).first_columns
+        has_block = num_tokens <= 1 + self.growth.speculative_blocks
+        return jnp.where(has_block, jnp.maximum(num_tokens, 1) - 1, 0)

@@ -7,58 +7,15 @@ from typing import Any, ClassVar, NoReturn
 import jax
 import numpy as np
 from jax import Array
+from jaxtyping import Float32, Int32, UInt8
 
+from jaxkv._src.cache._flags import CacheError
 from jaxkv._src.cache._layout import CacheLayout
-from jaxkv._src.internal.checks import FlagsError, check_kind
+from jaxkv._src.internal.checks import check_kind, check_known
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.uploads import StepShape, register_upload
 
-BAD_ROW = 1
-
-BAD_BLOCK_ID = 2
-
-BAD_LOGICAL_BLOCK = 4
-
-NO_BLOCK = 8
-
-TOO_LONG = 16
-
-BAD_BATCH = 32
-
-LOST_UPLOAD = 64
-
-REPEATED_UPLOAD = 128
-
-BAD_LAYER_INDEX = 256
-
-STALE_BATCH = 512
-
 MAX_SHOWN = 8  # rows, and ids per row, that Jupyter shows
-
-_REASONS = {
-    BAD_ROW: "a row out of range",
-    BAD_BLOCK_ID: "a block id outside the pool",
-    BAD_LOGICAL_BLOCK: "more blocks for a row than it has columns",
-    NO_BLOCK: "a request lacks a block: the manager did not grow it, or an upload was lost",
-    TOO_LONG: "a request with more tokens than the step's shape allows",
-    BAD_BATCH: "new tokens that are negative, more than the step's shape allows, or not where "
-    "the step looks for them",
-    LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap. Run every "
-    "upload once and in order, or call BlockManager.reset and compute all requests again",
-    REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
-    BAD_LAYER_INDEX: "a period beyond the layers of its group",
-    STALE_BATCH: "a batch of another step than the cache's: go on with the cache that each call "
-    "returns, and with the batch that apply_step returned with it",
-}
-
-
-class CacheError(FlagsError):
-    """Errors that jitted functions recorded in a cache, raised by `check_errors`.
-
-    flags: bits such as `jaxkv.cache.BAD_ROW`; the message explains each that is set.
-    """
-
-    what, reasons = "the device found errors", _REASONS
 
 
 @jax.tree_util.register_dataclass
@@ -72,23 +29,23 @@ class KVCache:
         cache, batch = step(cache, upload)
 
     Functions take a cache and return the next one. The old one stays valid unless you donate it.
-    With R rows (one per request), W columns and G groups of layers:
+    With R rows (one per request), W logical blocks in a row and G groups of layers:
 
     rows: int32[R, W + G], of each request its `block_tables` and then its `row_lengths`, so that
       a step writes both at once.
     status: int32[2], the error flags and the number of the last upload.
     buffers: the pool, uint8 arrays; see `jaxkv.layout.PoolBuffers`.
     scales: f32[layers, 2], factors that reads multiply the stored K and V of each layer by, in the
-      order of ``layout.layer_index``; None: 1 everywhere.
+      order of ``layout.layer_numbers``; None: 1 everywhere.
     layout: the static description of all of these.
     """
 
-    rows: Array
-    status: Array
-    buffers: tuple[Array, ...]
-    scales: Array | None = None
+    rows: Int32[Array, "rows width"]
+    status: Int32[Array, "2"]
+    buffers: tuple[UInt8[Array, "..."], ...]
+    scales: Float32[Array, "layers 2"] | None = None
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
-    error: ClassVar[type[FlagsError]] = CacheError
+    error: ClassVar[type[CacheError]] = CacheError
 
     def __copy__(self) -> "KVCache":
         return dataclasses.replace(self)
@@ -103,21 +60,21 @@ class KVCache:
         )
 
     @property
-    def block_tables(self) -> Array:
-        """int32[R, W], logical block ids, the columns of all groups side by side.
+    def block_tables(self) -> Int32[Array, "rows logical_blocks"]:
+        """int32[R, W], logical block ids, the tables of all groups side by side.
 
-        Columns past a row's length hold stale ids, which no function returns.
+        Ids past a row's length are stale, and no function returns them.
         """
-        return self.rows[..., : self.layout.column_starts[-1]]
+        return self.rows[..., : self.layout.table_offsets[-1]]
 
     @property
-    def row_lengths(self) -> Array:
-        """int32[R, G], columns of each group in use."""
-        return self.rows[..., self.layout.column_starts[-1] :]
+    def row_lengths(self) -> Int32[Array, "rows groups"]:
+        """int32[R, G], logical blocks of each group in use."""
+        return self.rows[..., self.layout.table_offsets[-1] :]
 
     @property
-    def error_flags(self) -> Array:
-        """int32[], a bit for each kind of error so far; see `check_errors`."""
+    def error_flags(self) -> Int32[Array, ""]:
+        """int32[], the `CacheFlags` that were set so far; see `check_errors`."""
         return self.status[0]
 
     @property
@@ -136,7 +93,7 @@ class KVCache:
         return sum(buffer.size for buffer in self.buffers)
 
     def stacked_layers(self, layer: str) -> tuple[str, ...]:
-        """Returns the layers that ``layer_index=`` indexes: those of the layer's group and spec.
+        """Returns the layers that ``layer_index=`` indexes: all of the layer's group and spec.
 
         Raises:
           ValueError: the layers lie in several buffers, or share one page.
@@ -176,7 +133,7 @@ class KVCache:
             return None
         if ids.ndim != 2:  # a cache of several replicas
             return None
-        starts = self.layout.column_starts
+        starts = self.layout.table_offsets
         rows = [
             (
                 row,
@@ -212,6 +169,23 @@ def check_cache(cache: Any) -> None:
             "cache is used up: it was donated to an earlier call, or went to sleep; use the one "
             "that this call returned, and make one for each engine"
         )
+
+
+def check_errors(cache: KVCache) -> None:
+    """Raises an error if a jitted function dropped anything since the cache was made.
+
+    Waits for the device, so call it every hundred steps or so, not in every step::
+
+        jaxkv.check_errors(cache)
+
+    Raises:
+      CacheError: at least one error flag is set; the message explains each.
+      TypeError: no cache, or one that jax traces.
+    """
+    check_cache(cache)
+    check_known(cache=cache.error_flags)
+    if flags := int(cache.error_flags):
+        raise CacheError(flags)
 
 
 def check_layout(layout: CacheLayout, shape: StepShape) -> None:

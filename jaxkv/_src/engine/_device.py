@@ -1,7 +1,6 @@
 """The device's side of an engine: weights, cache, and the steps compiled for them."""
 
 import concurrent.futures
-import dataclasses
 import functools
 import gc
 import weakref
@@ -16,8 +15,6 @@ from jax import Array, lax
 from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.engine._sampler import draw, fields_of
 from jaxkv._src.engine._sampling import Kind
-from jaxkv._src.internal.indexing import take
-from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
 from jaxkv._src.offload import Transfers
 from jaxkv._src.offload.host_blocks import HostBlocks, TransferError
@@ -55,7 +52,7 @@ class Device:
         check_cache(cache)
         _check_free(cache)
         self.cache: Any = cache
-        self._template, self.may_be_lost = CacheTemplate.of(cache), False
+        self._template, self.may_be_lost = CacheTemplate.from_cache(cache), False
         first, *others = cache.status.devices()
         self._only = None if others else first
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
@@ -200,7 +197,7 @@ class Device:
         self, params: Any, kind: Kind, may_have_ended: bool, state: State, upload: Upload
     ) -> tuple[State, Array]:
         context = StepContext(state[0], upload, newest_tokens=state[1])
-        has_ended = _leave_ended_out(context) if may_have_ended else None
+        has_ended = context.skip_ended() if may_have_ended else None
         result = self._forward(params, context)
         has_step = isinstance(result, tuple) and [*map(type, result[1:])] == [StepContext]
         logits, context = result if has_step else (result, context)
@@ -246,16 +243,6 @@ def _has_deleted(tree: Any) -> bool:
     """Returns whether an array of jax in a pytree was deleted or donated."""
     leaves = jax.tree.leaves(tree)
     return any([isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves])
-
-
-def _leave_ended_out(step: StepContext) -> Array:
-    """Masks the writes of requests whose newest token is -1. Returns them, bool[B]."""
-    batch, token_ids = step._batch, step._token_ids
-    has_ended = take(token_ids.reshape(-1), batch.last_tokens) < 0
-    ids = jnp.where(has_ended[:, None], NULL_BLOCK, batch.block_ids)
-    step._batch = dataclasses.replace(batch, block_ids=ids)
-    step._token_ids = jnp.maximum(token_ids, 0)
-    return has_ended
 
 
 def _check_logits(logits: Any, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""Arrays that are made straight on their devices, which may belong to several processes."""
+"""Arrays that are created straight on their devices, which may belong to several processes."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def zeros(shapes: Shapes, dtype: DTypeLike, device: Device) -> tuple[Array, ...]
     return _zeros(shapes, jnp.dtype(dtype), _sharding(device))()
 
 
-def copied(array: np.ndarray, device: Device) -> Array:
+def copy_to(array: np.ndarray, device: Device) -> Array:
     """Returns a copy of an array of the host, in memory of its own that may be donated.
 
     `jax.device_put` would compare the array between all processes of the job, those too that
@@ -39,7 +39,7 @@ def copied(array: np.ndarray, device: Device) -> Array:
 def _zeros(
     shapes: Shapes, dtype: jnp.dtype, sharding: Sharding | None
 ) -> Callable[[], tuple[Array, ...]]:
-    """Returns the program that allocates, kept so that allocating again compiles nothing."""
+    """Returns the program that allocates, cached so that allocating again compiles nothing."""
     return jax.jit(
         lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes),
         out_shardings=tuple(_spelled_out(sharding, len(shape)) for shape in shapes),
@@ -58,7 +58,7 @@ def _sharding(device: Device) -> Sharding | None:
 def _spelled_out(sharding: Sharding | None, ndim: int) -> Sharding | None:
     """Returns a sharding as a jitted step returns it: with all axes, on a mesh of explicit ones.
 
-    It is the same place, but not the same argument to a jitted function.
+    It is an equal sharding, but not the same argument to a jitted function.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import numbers
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, TypeGuard
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, TypeGuard
 
 from jaxkv._src.internal.text import shown
 
@@ -15,28 +15,8 @@ def _is_foreign_int(value: object) -> TypeGuard[numbers.Integral]:
     return isinstance(value, numbers.Integral) and not isinstance(value, int)
 
 
-class FlagsError(RuntimeError):
-    """Error bits that a jitted function set on the device.
-
-    Subclasses name the operation and the meaning of each bit.
-
-    flags: the bits.
-    """
-
-    what: ClassVar[str]
-    reasons: ClassVar[Mapping[int, str]]
-
-    def __init__(self, flags: int):
-        reasons = "; ".join(text for bit, text in self.reasons.items() if flags & bit)
-        super().__init__(f"{self.what}: {reasons}")
-        self.flags = flags
-
-    def __reduce__(self):  # errors travel between the processes of a serving stack
-        return type(self), (self.flags,)
-
-
 def plain_ints[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Lets a function take NumPy's ints, which it gets as Python's: those of 32 bits overflow."""
+    """Converts NumPy's ints among a function's arguments to Python's, because 32 bits overflow."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

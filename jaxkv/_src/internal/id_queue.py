@@ -30,7 +30,7 @@ class IdQueue:
         self.size += ids.size
 
     def remove(self, ids: np.ndarray) -> np.ndarray:
-        """Removes those of distinct ids that are in the queue. Returns which were, bool[N]."""
+        """Removes distinct ids that are in the queue. Returns which were, bool[N]."""
         ids = ids.astype(np.intp, copy=False)
         is_there = self.contains(ids)
         there = ids if is_there.all() else ids[is_there]

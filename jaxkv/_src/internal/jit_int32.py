@@ -27,14 +27,14 @@ class JittedInt32[**P, R]:
         functools.update_wrapper(self, function)
         self._jitted = jax.jit(function, **options)
         parameters = inspect.signature(function).parameters
-        self._places = [
-            (name, place, parameter.annotation, name in names)
-            for place, (name, parameter) in enumerate(parameters.items())
+        self._parameters = [
+            (name, index, parameter.annotation, name in names)
+            for index, (name, parameter) in enumerate(parameters.items())
         ]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        for name, place, wanted, is_int32 in self._places:
-            value: Any = args[place] if place < len(args) else kwargs.get(name)
+        for name, index, wanted, is_int32 in self._parameters:
+            value: Any = args[index] if index < len(args) else kwargs.get(name)
             if dataclasses.is_dataclass(wanted):
                 check_kind(wanted, **{name: value})
             if wanted is int:  # static

@@ -29,28 +29,28 @@ DIGEST = 32  # bytes of a hash of a file's content, before it
 Outputs = Any  # the form of a result: a tuple of such forms, None, or 0 for an array
 
 
-class Place(NamedTuple):
+class Target(NamedTuple):
     """A folder for lowered code, and the platform that it is lowered for."""
 
     folder: str
     platform: str = "cuda"
 
 
-_FOLDER: contextvars.ContextVar[Place | None] = contextvars.ContextVar("_PLACE", default=None)
+_FOLDER: contextvars.ContextVar[Target | None] = contextvars.ContextVar("_FOLDER", default=None)
 
 
 @contextlib.contextmanager
-def persist_in(place: Place | None) -> Iterator[None]:
-    """Keeps what is lowered, while a program for one device is traced; None: keeps nothing."""
-    token = _FOLDER.set(place)
+def persist_in(target: Target | None) -> Iterator[None]:
+    """Stores lowered code while a program for one device is traced; None: stores nothing."""
+    token = _FOLDER.set(target)
     try:
         yield
     finally:
         _FOLDER.reset(token)
 
 
-def folder_for(device: jax.Device) -> Place | None:
-    """Returns a place in jax's compilation cache, if there is one and the device is a GPU.
+def folder_for(device: jax.Device) -> Target | None:
+    """Returns a folder in jax's compilation cache, if there is one and the device is a GPU.
 
     jax needs the package ``flatbuffers`` to write what it has lowered.
     """
@@ -58,17 +58,17 @@ def folder_for(device: jax.Device) -> Place | None:
     is_local = folder and "://" not in folder and jax.config.jax_enable_compilation_cache
     if device.platform != "gpu" or not is_local or not find_spec("flatbuffers"):
         return None
-    return Place(os.path.join(folder, "jaxkv"))
+    return Target(os.path.join(folder, "jaxkv"))
 
 
 def persistent_jit[F: Callable[..., Any]](function: F) -> F:
-    """Decorates a function: `jax.jit` whose keywords are static, and which `persist_in` keeps.
+    """Decorates a function: `jax.jit` with static keywords, whose lowered code is persistent.
 
     It returns arrays, None, and tuples of these.
     """
 
-    def run(place: Place | None, static: tuple[tuple[str, Any], ...], *args: Any) -> Any:
-        with persist_in(place):
+    def run(target: Target | None, static: tuple[tuple[str, Any], ...], *args: Any) -> Any:
+        with persist_in(target):
             return run_persistent(function, *args, **dict(static))
 
     run.__name__ = function.__name__  # in the program
@@ -87,23 +87,23 @@ def run_persistent(function: Callable[..., Any], *args: Any, **static: Any) -> A
     The name of its file is a hash of all that it depends on: its arguments, this library's code,
     jax, jax's settings and the device.
     """
-    place = _FOLDER.get()
-    if place is None or not jax.sharding.get_abstract_mesh().empty:
+    target = _FOLDER.get()
+    if target is None or not jax.sharding.get_abstract_mesh().empty:
         return function(*args, **static)
     leaves, tree = jax.tree.flatten(args)
     types = [jax.typeof(leaf) for leaf in leaves]
-    about = function.__module__, place.platform, static, tree.unflatten(map(repr, types))
+    about = function.__module__, target.platform, static, tree.unflatten(map(repr, types))
     try:
         key = hashlib.sha256(_surroundings() + _all_of(about).encode()).hexdigest()
     except TypeError:
         return function(*args, **static)
-    path = pathlib.Path(place.folder, f"{function.__name__.strip('_')}-{key}")
+    path = pathlib.Path(target.folder, f"{function.__name__.strip('_')}-{key}")
     shapes = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in types]
-    lowered = _read(path, place.platform, shapes)
+    lowered = _read(path, target.platform, shapes)
     if lowered is None:
         found: list[Outputs] = []
         flat = functools.partial(_flat, function, tree, static, found)
-        exported = export.export(jax.jit(flat), platforms=[place.platform])(*shapes)
+        exported = export.export(jax.jit(flat), platforms=[target.platform])(*shapes)
         lowered = Lowered(found[-1], exported)
         _write(path, b"\n".join([json.dumps(found[-1]).encode(), exported.serialize()]))
     arrays = lowered.exported.call(*leaves)
@@ -132,7 +132,7 @@ class Lowered(NamedTuple):
 
 
 def _form_of(value: Any) -> Outputs:
-    """Returns the form of a result, of JSON, which has lists in place of tuples."""
+    """Returns the form of a result, of JSON, which has lists instead of tuples."""
     if isinstance(value, list):
         return tuple(map(_form_of, value))
     if value is None or (type(value) is int and value == 0):
@@ -227,4 +227,4 @@ def _write(path: pathlib.Path, content: bytes) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        warnings.warn(f"lowered code is not kept for later processes: {error}", stacklevel=2)
+        warnings.warn(f"lowered code is not stored for later processes: {error}", stacklevel=2)

@@ -1,19 +1,14 @@
 """The memory of a pool: rows, physical orders, buffers, views, and kernel blocks. No jax."""
 
+from jaxkv._src.layout._block_mask import BlockMaskSizes
 from jaxkv._src.layout._buffers import PoolBuffers, plan_buffers
+from jaxkv._src.layout._descriptors import BlockDescriptors, list_descriptors
 from jaxkv._src.layout._kernel_sizes import (
     AcceptedSizes,
     select_kernel_block_size,
     select_kernel_block_sizes,
 )
 from jaxkv._src.layout._order import ORDER_ALIASES, ORDERS, Order, PhysicalOrder
-from jaxkv._src.layout._page_lists import (
-    PageListKind,
-    PageListSizes,
-    max_num_query_groups,
-    page_list_bytes,
-)
-from jaxkv._src.layout._pieces import BlockPieces, pieces_of
 from jaxkv._src.layout._rows import RowFormat, blocks_per_kv_block, row_format, rows_per_block
 from jaxkv._src.layout._view import LayerExtents, LayerView, PagePlacement
 
@@ -21,20 +16,17 @@ __all__ = [
     "ORDERS",
     "ORDER_ALIASES",
     "AcceptedSizes",
-    "BlockPieces",
+    "BlockDescriptors",
+    "BlockMaskSizes",
     "LayerExtents",
     "LayerView",
     "Order",
-    "PageListKind",
-    "PageListSizes",
     "PagePlacement",
     "PhysicalOrder",
     "PoolBuffers",
     "RowFormat",
     "blocks_per_kv_block",
-    "max_num_query_groups",
-    "page_list_bytes",
-    "pieces_of",
+    "list_descriptors",
     "plan_buffers",
     "row_format",
     "rows_per_block",

@@ -1,4 +1,4 @@
-"""The buffers of a pool: shapes, and the place of every layer in them. No jax."""
+"""The buffers of a pool: shapes, and the location of every layer in them. No jax."""
 
 import dataclasses
 import functools
@@ -83,15 +83,15 @@ class PoolBuffers:
         return next(i for i, tensors in enumerate(self.stacks) if tensor in tensors)
 
     def page_placement(self, layer: str) -> PagePlacement:
-        """Returns the place of a layer's pages in its buffer."""
-        place = self.layout.placement_of(layer)
+        """Returns the location of a layer's pages in its buffer."""
+        placement = self.layout.placement_of(layer)
         tensors = self.stacks[self.buffer_of(layer)]
         return PagePlacement(
             num_blocks=self.num_blocks,
             num_layers=len(tensors),
-            layer=tensors.index(place.tensor),
-            page_bytes=self.layout.tensors[place.tensor].page_bytes,
-            page_offset_bytes=place.offset_bytes,
+            layer=tensors.index(placement.tensor),
+            page_bytes=self.layout.tensors[placement.tensor].page_bytes,
+            page_offset_bytes=placement.offset_bytes,
         )
 
     def physical_order(self, layer: str) -> PhysicalOrder:
@@ -110,16 +110,16 @@ class PoolBuffers:
 
     def view(self, layer: str, kernel_block_size: int | None = None) -> LayerView:
         """Returns a layer as a strided array; see `PhysicalOrder.view`."""
-        spec, place = self.layout.placement_of(layer).spec, self.page_placement(layer)
-        return self.physical_order(layer).view(spec, place, kernel_block_size=kernel_block_size)
+        spec, pages = self.layout.placement_of(layer).spec, self.page_placement(layer)
+        return self.physical_order(layer).view(spec, pages, kernel_block_size=kernel_block_size)
 
     def byte_view(self, layer: str) -> LayerView:
         """Returns a layer's bytes as contiguous extents; see `PhysicalOrder.byte_view`."""
-        spec, place = self.layout.placement_of(layer).spec, self.page_placement(layer)
-        return self.physical_order(layer).byte_view(spec, place)
+        spec, pages = self.layout.placement_of(layer).spec, self.page_placement(layer)
+        return self.physical_order(layer).byte_view(spec, pages)
 
     def stacked_layers(self, layer: str) -> tuple[str, ...]:
-        """Returns the layers that ``layer_index=`` indexes: those of the layer's group and spec.
+        """Returns the layers that ``layer_index=`` indexes: all of the layer's group and spec.
 
         Args:
           layer: any of them.
@@ -128,9 +128,11 @@ class PoolBuffers:
           ValueError: they do not lie at one offset in tensors of one buffer, so that an index
             cannot choose among them.
         """
-        place = self.layout.placement_of(layer)
-        names = self.layout.groups[place.group].layers
-        names = tuple(name for name in names if self.layout.placement_of(name).spec == place.spec)
+        placement = self.layout.placement_of(layer)
+        names = self.layout.groups[placement.group].layers
+        names = tuple(
+            name for name in names if self.layout.placement_of(name).spec == placement.spec
+        )
         buffers = {self.buffer_of(name) for name in names}
         if len({self.layout.placement_of(name).offset_bytes for name in names}) > 1:
             raise ValueError(
@@ -144,7 +146,7 @@ class PoolBuffers:
             )
         return names
 
-    def __getstate__(self) -> dict[str, object]:  # cached values stay behind
+    def __getstate__(self) -> dict[str, object]:  # without cached values
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
@@ -163,8 +165,8 @@ class PoolBuffers:
         if len(set(heads.values())) > 1:
             raise ValueError(
                 f"order={self.order!r} divides pages among KV heads, and layers that share "
-                f"tensor {tensor} differ in them: {heads} (states, latent rows and rows with "
-                "scales count as one); use LBNHC, LBHNC, BLNHC or BLHNC"
+                f"tensor {tensor} differ in them: {heads} (states, latent vectors and tokens "
+                "with scales count as one); use LBNHC, LBHNC, BLNHC or BLHNC"
             )
         return next(iter(heads.values()))
 
@@ -281,12 +283,12 @@ def _tile(buffers: PoolBuffers, group: int, size: int | None) -> int | None:
 
 
 def _layer_extents(buffers: PoolBuffers, layer: str, tile: int | None) -> LayerExtents:
-    spec, place = buffers.layout.placement_of(layer).spec, buffers.page_placement(layer)
+    spec, pages = buffers.layout.placement_of(layer).spec, buffers.page_placement(layer)
     order = PhysicalOrder(buffers.order, tile)
     try:
         if tile is not None or not order.has_whole_pages:
-            order.view(spec, place, kernel_block_size=tile)  # raises unless there is one
-        return order.extents(spec, place)
+            order.view(spec, pages, kernel_block_size=tile)  # raises unless there is one
+        return order.extents(spec, pages)
     except ValueError as error:
         raise ValueError(f"layer={layer!r} in order={buffers.order!r}: {error}") from error
 
@@ -310,7 +312,7 @@ def _check_cuts(buffers: PoolBuffers, tiles: Tiles, groups_to_zero: Sequence[boo
 def _check_overlays(cuts: dict[int, int], groups_to_zero: Sequence[bool]) -> None:
     """Raises if groups that are not zeroed cut the bytes they share in different ways.
 
-    One would then read what the other left behind at the same id. All groups of a worker have
+    One would then read what the other wrote at the same id. All groups of a worker have
     layers in its first tensor.
     """
     stale = [group for group in cuts if not groups_to_zero[group]]

@@ -62,14 +62,14 @@ class PhysicalOrder:
         return self.order[: 1 + max(self.order.index("L"), self.order.index("B"))]
 
     def view(
-        self, spec: LayerSpec, place: PagePlacement, *, kernel_block_size: int | None = None
+        self, spec: LayerSpec, placement: PagePlacement, *, kernel_block_size: int | None = None
     ) -> LayerView:
         """Returns one layer's part of a buffer as a strided array.
 
         Args:
           spec: of the layer. A row is K then V of every head; bytes, under one head, where
             scales lie between.
-          place: of the layer's pages in the buffer.
+          placement: of the layer's pages in the buffer.
           kernel_block_size: tokens of a kernel block; None: the block size.
 
         Returns:
@@ -81,50 +81,50 @@ class PhysicalOrder:
             divide a block, or kernel blocks (with tiles: whole blocks, too) whose rows are
             not evenly spaced, because padding, other layers or heads lie between them.
         """
-        extents = self.extents(spec, place)
+        extents = self.extents(spec, placement)
         size = spec.block_size if kernel_block_size is None else kernel_block_size
         parts = blocks_per_kv_block(spec, size)
         heads, content, dtype, key_elements = row_format(spec)
         itemsize = packed_bytes(1, dtype)
         if extents.extent_bytes % itemsize or extents.start_bytes % itemsize:
-            self._refuse_page(spec, extents.tiles, place)
+            self._refuse_page(spec, extents.tiles, placement)
         if parts != extents.tiles and not extents.rows_are_evenly_spaced:
-            self._refuse_size(spec, extents, size, place.num_layers)
+            self._refuse_size(spec, extents, size, placement.num_layers)
         tile_bytes = extents.tile_step * extents.extent_bytes
         rows = extents.rows * extents.tiles // parts
-        sizes = {"B": place.num_blocks * parts, "H": heads, "N": rows, "C": content}
+        sizes = {"B": placement.num_blocks * parts, "H": heads, "N": rows, "C": content}
         strides = {
             "B": tile_bytes if parts == extents.tiles else rows * extents.row_bytes,
             "H": extents.head_step * extents.extent_bytes + extents.head_bytes,
             "N": extents.row_bytes,
             "C": itemsize,
         }
-        return self._in_order(sizes, strides, extents, dtype, place.num_blocks, key_elements)
+        return self._in_order(sizes, strides, extents, dtype, placement.num_blocks, key_elements)
 
-    def byte_view(self, spec: LayerSpec, place: PagePlacement) -> LayerView:
+    def byte_view(self, spec: LayerSpec, placement: PagePlacement) -> LayerView:
         """Returns one layer's bytes as contiguous extents of whole blocks, for connectors.
 
         Every order has one, with tiles or without.
 
         Args:
           spec: of the layer.
-          place: of the layer's pages in the buffer.
+          placement: of the layer's pages in the buffer.
 
         Returns:
           A view of ``uint8``. B counts blocks, N the tiles of a block, C the bytes of an
           extent without its padding, and H heads where each has an extent of its own, else 1.
         """
-        extents = self.extents(spec, place)
+        extents = self.extents(spec, placement)
         tile_bytes = extents.tile_step * extents.extent_bytes
         sizes = {
-            "B": place.num_blocks,
+            "B": placement.num_blocks,
             "H": extents.heads if extents.head_step else 1,
             "N": extents.tiles,
             "C": extents.data_bytes,
         }
         head_bytes = extents.head_step * extents.extent_bytes or extents.data_bytes
         strides = {"B": extents.tiles * tile_bytes, "H": head_bytes, "N": tile_bytes, "C": 1}
-        return self._in_order(sizes, strides, extents, "uint8", place.num_blocks, None)
+        return self._in_order(sizes, strides, extents, "uint8", placement.num_blocks, None)
 
     def _in_order(
         self,
@@ -146,28 +146,29 @@ class PhysicalOrder:
             key_elements=key_elements,
         )
 
-    def extents(self, spec: LayerSpec, place: PagePlacement) -> LayerExtents:
+    def extents(self, spec: LayerSpec, placement: PagePlacement) -> LayerExtents:
         """Returns the extents of one layer, from which `view` and all reads and writes derive.
 
         Args:
           spec: of the layer.
-          place: of the layer's pages in the buffer.
+          placement: of the layer's pages in the buffer.
 
         Raises:
           ValueError: as for `view`, but pages need not be whole elements.
         """
         check_spec(spec)
-        check_positive(num_blocks=place.num_blocks, num_layers=place.num_layers)
-        check_count(layer=place.layer, page_offset_bytes=place.page_offset_bytes)
-        if place.layer >= place.num_layers:
+        check_positive(num_blocks=placement.num_blocks, num_layers=placement.num_layers)
+        check_count(layer=placement.layer, page_offset_bytes=placement.page_offset_bytes)
+        if placement.layer >= placement.num_layers:
             raise ValueError(
-                f"layer={place.layer} is not one of num_layers={place.num_layers}; count from 0"
+                f"layer={placement.layer} is not one of num_layers={placement.num_layers}; count "
+                "from 0"
             )
         tiles = self._tiles(spec)
-        page_bytes = spec.page_bytes if place.page_bytes is None else place.page_bytes
-        self._check_page(spec, tiles, page_bytes, place)
+        page_bytes = spec.page_bytes if placement.page_bytes is None else placement.page_bytes
+        self._check_page(spec, tiles, page_bytes, placement)
         heads, content, dtype, _ = row_format(spec)
-        counts = {"L": place.num_layers, "B": place.num_blocks * tiles, "H": heads}
+        counts = {"L": placement.num_layers, "B": placement.num_blocks * tiles, "H": heads}
         axes = self.extent_axes
         per = {a: math.prod(counts[b] for b in axes[axes.index(a) + 1 :]) for a in axes}
         rows, cell = rows_per_block(spec) // tiles, packed_bytes(content, dtype)
@@ -184,10 +185,10 @@ class PhysicalOrder:
             heads=heads,
             cell_bytes=cell,
             extent_bytes=page_bytes // tiles // self._heads_apart(spec),
-            first=place.layer * per["L"],
+            first=placement.layer * per["L"],
             tile_step=per["B"],
             head_step=head_step,
-            start_bytes=place.page_offset_bytes // tiles,
+            start_bytes=placement.page_offset_bytes // tiles,
             row_bytes=heads * cell if tokens_first else cell,
             head_bytes=head_bytes,
         )
@@ -199,10 +200,10 @@ class PhysicalOrder:
         return spec.block_size // self.tile_tokens
 
     def _check_page(
-        self, spec: LayerSpec, tiles: int, page_bytes: int, place: PagePlacement
+        self, spec: LayerSpec, tiles: int, page_bytes: int, placement: PagePlacement
     ) -> None:
         check_positive(page_bytes=page_bytes)
-        start_bytes = place.page_offset_bytes
+        start_bytes = placement.page_offset_bytes
         if page_bytes < start_bytes + spec.data_bytes:
             raise ValueError(
                 f"page_bytes={page_bytes} cannot hold {spec.data_bytes} bytes of this {spec.kind} "
@@ -215,17 +216,17 @@ class PhysicalOrder:
                 "so no other layer can share it; use an order with L and B before H"
             )
         if page_bytes % (tiles * self._heads_apart(spec)) or start_bytes % tiles:
-            self._refuse_page(spec, tiles, place)
+            self._refuse_page(spec, tiles, placement)
 
     def _heads_apart(self, spec: LayerSpec) -> int:
         """Returns the extents that a page is divided among."""
         return 1 if self.has_whole_pages else row_format(spec).heads
 
-    def _refuse_page(self, spec: LayerSpec, tiles: int, place: PagePlacement) -> NoReturn:
+    def _refuse_page(self, spec: LayerSpec, tiles: int, placement: PagePlacement) -> NoReturn:
         shares, dtype = tiles * self._heads_apart(spec), row_format(spec).dtype
         raise ValueError(
-            f"page_bytes={place.page_bytes or spec.page_bytes} and "
-            f"page_offset_bytes={place.page_offset_bytes} must be whole elements "
+            f"page_bytes={placement.page_bytes or spec.page_bytes} and "
+            f"page_offset_bytes={placement.page_offset_bytes} must be whole elements "
             f"of {dtype} for each of {shares} contiguous parts of a page (tiles, heads); use "
             f"multiples of {shares * packed_bytes(1, dtype)} bytes"
         )

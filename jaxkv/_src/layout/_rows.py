@@ -16,7 +16,7 @@ class RowFormat(NamedTuple):
     width: elements per head.
     dtype: of the elements; "uint8" for bytes of several dtypes.
     key_elements: how many of a head's elements are K, the rest being V; None: the row is
-      something else (a latent row, packed bytes, a state).
+      something else (a latent vector, packed bytes, a state).
     """
 
     heads: int

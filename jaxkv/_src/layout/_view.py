@@ -9,7 +9,7 @@ _AXES = frozenset("BHNC")
 
 
 class PagePlacement(NamedTuple):
-    """The place of one layer's pages in a buffer of ``num_layers * num_blocks`` pages.
+    """The location of one layer's pages in a buffer of ``num_layers * num_blocks`` pages.
 
     num_blocks: blocks of the pool.
     num_layers: layers that share the buffer.
@@ -77,7 +77,7 @@ class LayerView:
     num_blocks: blocks of the pool, whatever B counts.
     offset_bytes: bytes of the buffer before the first element.
     key_elements: how many elements of axis C are K, the rest being V; None: the content is
-      something else (a latent row, a state, packed bytes).
+      something else (a latent vector, a state, packed bytes).
 
     Raises:
       ValueError: axes, shape and strides that do not fit each other, or a block axis that

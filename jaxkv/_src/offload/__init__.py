@@ -1,4 +1,4 @@
-"""The books of blocks in host memory: which are there, and which move in a step. No jax."""
+"""Bookkeeping of blocks in host memory, and their transfers in each step. No jax."""
 
 from jaxkv._src.offload._host_pool import HostBlockPool, chunk_sizes
 from jaxkv._src.offload._manager import OffloadManager

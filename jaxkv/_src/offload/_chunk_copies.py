@@ -62,31 +62,31 @@ def take(cache: KVCache, block_ids: Array, *, group: int) -> ChunkArrays:
 
 @functools.partial(jax.jit, static_argnames="group", donate_argnums=0)
 def put(cache: KVCache, into: Array, chunk: ChunkArrays, *, group: int) -> tuple[KVCache, Array]:
-    """Overwrites blocks of a group with those of a chunk, in place.
+    """Overwrites blocks of a group with the blocks of a chunk, in place.
 
     Args:
-      into: int32[2, N], blocks of the pool, and the place of each in the chunk; one may be there
-        several times with one place.
+      into: int32[2, N], blocks of the pool, and the index of each in the chunk; a pair may
+        be there several times.
 
     Returns:
       The cache, and an array that is ready when it is.
     """
 
     def run(cache: KVCache, into: Array, chunk: ChunkArrays) -> KVCache:
-        block_ids, places = into
+        block_ids, indices = into
         buffers = list(cache.buffers)
-        for part, pieces in zip(parts_of(cache.layout, group), chunk, strict=True):
+        for part, blocks in zip(parts_of(cache.layout, group), chunk, strict=True):
             buffers[part.buffer] = _put(
-                cache, part, buffers[part.buffer], block_ids, places, pieces
+                cache, part, buffers[part.buffer], block_ids, indices, blocks
             )
         return dataclasses.replace(cache, buffers=tuple(buffers))
 
-    moved = on_devices(
+    loaded = on_devices(
         *(run, cache, into, chunk),
         in_specs=(SAME, _specs(cache.layout, group)),
         out_specs=cache.partition_specs(),
     )
-    return moved, into[0, 0] + 0
+    return loaded, into[0, 0] + 0
 
 
 def _take(cache: KVCache, part: Part, block_ids: Array) -> Array:
@@ -109,23 +109,23 @@ def _take(cache: KVCache, part: Part, block_ids: Array) -> Array:
 
 
 def _put(
-    cache: KVCache, part: Part, buffer: Array, block_ids: Array, places: Array, pieces: Array
+    cache: KVCache, part: Part, buffer: Array, block_ids: Array, indices: Array, blocks: Array
 ) -> Array:
     block_axis = cache.layout.buffers.block_axis
 
-    def write(buffer: Array, block_ids: Array, places: Array, pieces: Array) -> Array:
-        for i in range(pieces.shape[0]):
-            piece = lax.dynamic_index_in_dim(pieces, places[i], keepdims=False)
+    def write(buffer: Array, block_ids: Array, indices: Array, blocks: Array) -> Array:
+        for i in range(blocks.shape[0]):
+            block = lax.dynamic_index_in_dim(blocks, indices[i], keepdims=False)
             start = _start(part, block_axis, block_ids[i])
-            buffer = lax.dynamic_update_slice(buffer, piece, start)
+            buffer = lax.dynamic_update_slice(buffer, block, start)
         return buffer
 
     if not _has_words(part):
-        return write(buffer, block_ids, places, pieces)
+        return write(buffer, block_ids, indices, blocks)
     return lax.platform_dependent(
-        *(buffer, block_ids, places, pieces),
+        *(buffer, block_ids, indices, blocks),
         cuda=lambda buffer, *others: _bytes(write(_words(buffer), *others)),
-        default=lambda buffer, ids, places, pieces: write(buffer, ids, places, _bytes(pieces)),
+        default=lambda buffer, ids, indices, blocks: write(buffer, ids, indices, _bytes(blocks)),
     )
 
 

@@ -8,7 +8,7 @@ from jaxkv._src.offload._transfers import Chunk
 
 CHUNK_SIZES = (16, 4, 1)  # blocks; each size is a program of its own
 MAX_CHUNK_BYTES = 2**26  # of a chunk of more than one block
-UNFLUSHED = -1  # in place of the number of a chunk
+UNFLUSHED = -1  # instead of the number of a chunk
 
 
 def chunk_sizes(block_bytes: int) -> list[int]:
@@ -21,7 +21,7 @@ class HostBlockPool:
 
     A block is alive while its content is of use. Those that are stored together make up a chunk,
     which leaves as a whole: when none of its blocks is alive, or when it is the least recently used
-    one and others need its bytes. An id that is not alive any more is free after the next moves.
+    one and others need its bytes. An id that is no longer alive is free after the next transfers.
 
     num_ids: number of ids, from ``first_id`` on.
     used_bytes: of all chunks, and of blocks that are to be stored.
@@ -31,7 +31,7 @@ class HostBlockPool:
         self.block_bytes = np.array(block_bytes, np.int64)
         self.num_bytes, self.first_id, self.used_bytes = num_bytes, first_id, 0
         self.num_ids = 2 * (num_bytes // min(block_bytes))  # half of them may be leaving
-        self._group_of, self._chunk_of, self._place_of = np.zeros((3, self.num_ids), np.int64)
+        self._group_of, self._chunk_of, self._index_of = np.zeros((3, self.num_ids), np.int64)
         self.is_alive = np.zeros(self.num_ids, bool)
         self._free: list[int] = []
         self._unused = first_id  # no block has had this id or one after it
@@ -39,7 +39,7 @@ class HostBlockPool:
         self._unflushed: dict[int, None] = {}
         self._members: dict[int, list[int]] = {}  # by chunk, the least recently used first
         self._num_alive: dict[int, int] = {}  # by chunk
-        self._bytes: dict[int, int] = {}  # by chunk, whose ids may be those of others by now
+        self._bytes: dict[int, int] = {}  # by chunk, whose ids may be of other chunks by now
         self._sizes: dict[int, int] = {}  # by chunk, dropped ones until `settle`
         self._dropped: list[int] = []
         self._number = 0
@@ -75,7 +75,7 @@ class HostBlockPool:
         return whole + int(self.block_bytes[self.groups(alone)].sum())
 
     def take(self, groups: np.ndarray) -> np.ndarray:
-        """Takes a block for each of the given groups, int64[N]; the caller has made room."""
+        """Takes a block for each of the given groups, int64[N]; they fit."""
         again = [self._free.pop() for _ in range(min(len(groups), len(self._free)))]
         begin, self._unused = self._unused, self._unused + len(groups) - len(again)
         ids = np.array([*again, *range(begin, self._unused)], np.int64)
@@ -125,12 +125,12 @@ class HostBlockPool:
         if number is None:
             return None
         members = np.array(self._members[number])
-        at = members - self.first_id  # ids that have left may be those of other chunks by now
+        at = members - self.first_id  # ids that have left may be of other chunks by now
         ids = members[self.is_alive[at] & (self._chunk_of[at] == number)].tolist()
         self.release(ids)
         return ids
 
-    # --- moves ------------------------------------------------------------------------
+    # --- transfers --------------------------------------------------------------------
 
     def flush(self, sources: dict[int, int], wanted: set[int]) -> list[Chunk]:
         """Makes chunks of the blocks that were taken since the last call.
@@ -139,7 +139,7 @@ class HostBlockPool:
           sources: their blocks on the device.
           wanted: blocks that are read although they may not be alive any more.
         """
-        made: list[Chunk] = []
+        chunks: list[Chunk] = []
         by_group: dict[int, list[int]] = {}
         for host_id in self._unflushed:
             group = int(self._group_of[host_id - self.first_id])
@@ -150,8 +150,8 @@ class HostBlockPool:
         self._unflushed.clear()
         for group, ids in by_group.items():
             for members in self._cut(group, ids):
-                made.append(self._chunk(group, members, [sources[i] for i in members]))
-        return made
+                chunks.append(self._chunk(group, members, [sources[i] for i in members]))
+        return chunks
 
     def _cut(self, group: int, ids: list[int]) -> list[list[int]]:
         """Cuts blocks of a group into the sizes of chunks, the largest first."""
@@ -165,7 +165,7 @@ class HostBlockPool:
     def _chunk(self, group: int, members: list[int], sources: list[int]) -> Chunk:
         self._number += 1
         at = np.array(members) - self.first_id
-        self._chunk_of[at], self._place_of[at] = self._number, np.arange(len(members))
+        self._chunk_of[at], self._index_of[at] = self._number, np.arange(len(members))
         self._members[self._number], self._sizes[self._number] = members, len(members)
         self._num_alive[self._number] = int(self.is_alive[at].sum())
         self._bytes[self._number] = len(members) * int(self.block_bytes[group])
@@ -178,16 +178,16 @@ class HostBlockPool:
           pairs: blocks on the device and the blocks of chunks that come there.
         """
         at = np.fromiter(pairs.values(), np.int64, len(pairs)) - self.first_id
-        numbers, places, turns = self._chunk_of[at], self._place_of[at], np.zeros_like(at)
-        order = np.lexsort((places, numbers))
+        numbers, indices, turns = self._chunk_of[at], self._index_of[at], np.zeros_like(at)
+        order = np.lexsort((indices, numbers))
         again = np.diff(numbers[order], prepend=-1) == 0
-        again &= np.diff(places[order], prepend=-1) == 0
+        again &= np.diff(indices[order], prepend=-1) == 0
         for i in again.nonzero()[0].tolist():  # blocks that are loaded more than once
             turns[order[i]] = turns[order[i - 1]] + 1
         keys = numbers * (1 + turns.max(initial=0)) + turns
         _, firsts, of_chunk = np.unique(keys, return_index=True, return_inverse=True)
         ids = np.full((firsts.size, CHUNK_SIZES[0]), -1, np.int32)
-        ids[of_chunk, places] = np.fromiter(pairs, np.int64, len(pairs))
+        ids[of_chunk, indices] = np.fromiter(pairs, np.int64, len(pairs))
         return [
             Chunk(number, group, ids[i, : self._sizes[number]])
             for i in np.argsort(firsts).tolist()

@@ -1,4 +1,4 @@
-"""`HostMemory`, the host memory that a manager may use, and the rule by which it loads. No jax."""
+"""`HostMemory`, the host memory that a manager may use, and when it loads. No jax."""
 
 import dataclasses
 

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Chunk(NamedTuple):
-    """Blocks of one group that lie in host memory together, and are copied together.
+    """Blocks of one group that are copied together, side by side in host memory.
 
     number: its name; no other chunk of a manager ever has it.
     group: index of the group.
@@ -27,12 +27,12 @@ class Transfers:
     may read what one of the stores has brought. Nothing reads or writes the blocks of later loads
     before these, so that their copies to the device run next to a step.
 
-    number: counts the moves of a manager, from 1.
+    number: counts the transfers of a manager, from 1.
     stores, loads: chunks to copy to host memory, and from it.
-    ahead: numbers of the chunks that the next moves load first, to start their copies now.
+    lookahead: numbers of the chunks that the next transfers load first, to start their copies now.
     dropped: numbers of chunks that nobody uses after these loads.
-    is_anew: whether the manager was reset: all chunks of earlier moves are dropped, and ``number``
-      may follow any other.
+    is_anew: whether the manager was reset: all chunks of earlier transfers are dropped, and
+      ``number`` may follow any other.
     """
 
     number: int
@@ -50,12 +50,12 @@ class Transfers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadStats:
-    """Counts of a host tier since the manager was made, and what it holds now.
+    """Counts of a manager's transfers so far, and of its host memory now.
 
     stored_blocks, stored_bytes: copied to host memory.
     loaded_blocks, loaded_bytes: copied back; bytes include blocks that share a chunk with these.
     evicted_blocks: taken from host memory for others.
-    skipped_blocks: evicted from device memory for which there was no room, or no use.
+    skipped_blocks: evicted from device memory and not stored: no memory, or no use.
     swapped_out_requests, swapped_in_requests, swapped_in_tokens: by `BlockManager.swap_out` and
       ``swap_in``.
     num_bytes, used_bytes: of host memory, and of the blocks that are there.

@@ -1,4 +1,4 @@
-"""`HostBlocks`, the blocks of a cache that lie in page-locked host memory."""
+"""`HostBlocks`, the blocks of a cache in page-locked host memory."""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from jaxkv._src.offload._chunk_copies import ChunkArrays, put, take
 
 MAX_STAGED = 2**29  # bytes that take device memory on their way, in each direction
 LOOKAHEAD_LOADS = 4  # chunks
-AT_ONCE = 16  # chunks whose places go to the device in one call
+AT_ONCE = 16  # chunks whose indices go to the device in one call
 
 
 Staged = collections.deque[tuple[Array, int]]  # copies that were started, and their bytes
@@ -26,20 +26,20 @@ Staged = collections.deque[tuple[Array, int]]  # copies that were started, and t
 class TransferError(RuntimeError):
     """A copy between the memories failed, and no block has got lost.
 
-    cache: the cache as it is now, in place of the one that was passed: `HostBlocks.transfer` of it
+    cache: the cache as it is now, instead of the one that was passed: `HostBlocks.transfer` of it
       and of the same transfers goes on where this one failed.
     """
 
     def __init__(self, cache: KVCache):
         super().__init__(
             "blocks could not be copied between device and host memory; free memory, and call "
-            "transfer(error.cache, moves) with the same moves again"
+            "transfer(error.cache, transfers) with the same transfers again"
         )
         self.cache = cache
 
 
 class HostBlocks(Unique):
-    """The blocks of a cache that lie in page-locked host memory.
+    """The blocks of a cache in page-locked host memory.
 
     Example::
 
@@ -59,7 +59,7 @@ class HostBlocks(Unique):
     why = "it owns page-locked memory that goes with one manager; make another for another manager"
 
     def __init__(self) -> None:
-        """Creates empty host memory; it grows with the moves of one manager."""
+        """Creates empty host memory; it grows with the transfers of one manager."""
         self._chunks: dict[int, ChunkArrays] = {}
         # Copies that may not have ended: an array that is ready when one has, and its bytes.
         self._copies: list[tuple[Array, int]] = []
@@ -86,14 +86,14 @@ class HostBlocks(Unique):
 
         Args:
           cache: as the step before returned it. Donated.
-          moves: from `BlockManager.take_transfers`; None: the cache is returned as it is.
+          transfers: from `BlockManager.take_transfers`; None: the cache is returned as it is.
 
         Returns:
           The cache for the step.
 
         Raises:
           TransferError: a copy failed, usually because memory ran out.
-          ValueError: other moves than the next ones, or a cache on devices of other processes.
+          ValueError: other transfers than the next ones, or a cache on devices of other processes.
         """
         check_cache(cache)
         if transfers is None:
@@ -105,7 +105,7 @@ class HostBlocks(Unique):
         try:
             self._chunks |= self._stored(cache, transfers)
             staged, lookahead = Staged(), self._lookahead
-            for index, (chunk, into) in enumerate(_with_places(cache, transfers.loads)):
+            for index, (chunk, into) in enumerate(_with_indices(cache, transfers.loads)):
                 # A copy waits for the programs that were started before it, so that a few copies
                 # start ahead of the programs that put others into the pool.
                 for later in transfers.loads[index + len(lookahead) : index + LOOKAHEAD_LOADS]:
@@ -117,7 +117,7 @@ class HostBlocks(Unique):
             for number in transfers.lookahead:
                 lookahead.append(self._to_device(cache, number))
         except Exception as error:
-            self._lookahead.clear()  # the same moves, and the next ones, copy these again
+            self._lookahead.clear()  # the same transfers, and the next ones, copy these again
             raise TransferError(cache) from error
         for number in transfers.dropped:
             del self._chunks[number]
@@ -129,8 +129,8 @@ class HostBlocks(Unique):
 
         Args:
           cache: donated; its null block is copied onto itself.
-          num_bytes: of `HostMemory`, to take now; 0: as moves need it. The system gives out some
-            GB a second of page-locked memory, and jax keeps what it has had.
+          num_bytes: of `HostMemory`, to take now; 0: as transfers need it. The system
+            allocates some GB a second of page-locked memory, and jax does not give it back.
 
         Returns:
           The cache.
@@ -183,14 +183,14 @@ class HostBlocks(Unique):
 
     def _stored(self, cache: KVCache, transfers: Transfers) -> dict[int, ChunkArrays]:
         """Returns the chunks of stores that were not made yet."""
-        made: dict[int, ChunkArrays] = {}
+        stored: dict[int, ChunkArrays] = {}
         staged = Staged()
         all_ids = _on_device(cache, [chunk.block_ids for chunk in transfers.stores])
         for chunk, ids in zip(transfers.stores, all_ids, strict=True):
             if chunk.number not in self._chunks:
-                made[chunk.number] = self._to_host(cache, ids, chunk.group)
-                self._note(staged, made[chunk.number][0], made[chunk.number])
-        return made
+                stored[chunk.number] = self._to_host(cache, ids, chunk.group)
+                self._note(staged, stored[chunk.number][0], stored[chunk.number])
+        return stored
 
     def _to_host(self, cache: KVCache, block_ids: Array, group: int) -> ChunkArrays:
         taken = take(cache, block_ids, group=group)
@@ -217,12 +217,12 @@ class HostBlocks(Unique):
 def _check_devices(cache: KVCache) -> None:
     if not cache.status.sharding.is_fully_addressable:
         raise ValueError(
-            "cache lies on devices of other processes, too; HostBlocks moves blocks of one process "
-            "only: leave host_memory= of the manager out"
+            "cache lies on devices of other processes, too; HostBlocks copies blocks of one "
+            "process only: leave host_memory= of the manager out"
         )
 
 
-def _with_places(cache: KVCache, loads: Sequence[Chunk]) -> Iterator[tuple[Chunk, Array]]:
+def _with_indices(cache: KVCache, loads: Sequence[Chunk]) -> Iterator[tuple[Chunk, Array]]:
     """Yields chunks and `_into` of each on the device; `AT_ONCE` at a time, for copies to start."""
     for at in range(0, len(loads), AT_ONCE):
         some = loads[at : at + AT_ONCE]
@@ -230,10 +230,10 @@ def _with_places(cache: KVCache, loads: Sequence[Chunk]) -> Iterator[tuple[Chunk
 
 
 def _into(chunk: Chunk) -> np.ndarray:
-    """Returns the blocks that a load writes, and their places in the chunk, int32[2, N]."""
+    """Returns the blocks that a load writes, and their indices in the chunk, int32[2, N]."""
     wanted = np.flatnonzero(chunk.block_ids >= 0)
-    places = np.resize(wanted, chunk.block_ids.size)  # some several times, in place of others
-    return np.stack([chunk.block_ids[places], places], dtype=np.int32, casting="same_kind")
+    indices = np.resize(wanted, chunk.block_ids.size)  # some several times, instead of others
+    return np.stack([chunk.block_ids[indices], indices], dtype=np.int32, casting="same_kind")
 
 
 def _on_device(cache: KVCache, numbers: list[np.ndarray]) -> list[Array]:

@@ -5,11 +5,18 @@ import functools
 from typing import Literal, get_args
 
 from jaxkv._src.internal.checks import check_choice, check_count, check_kind, check_positive
+from jaxkv._src.internal.html import html_table
 from jaxkv._src.internal.numbers import INT32_MAX, cdiv
+from jaxkv._src.internal.text import describe_unused, readable
 from jaxkv._src.planning._grouping import GroupingFigures
 from jaxkv._src.planning._layout import Group, PoolLayout
 from jaxkv._src.planning._longest import longest_model_len
-from jaxkv._src.planning._text import plan_html, plan_text
+from jaxkv._src.planning._text import (
+    describe_choice,
+    describe_difference,
+    describe_groups,
+    describe_zeroing,
+)
 from jaxkv._src.specs import Limits
 
 ZeroPolicy = Literal["never", "when_needed", "always"]
@@ -176,10 +183,57 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return plan_text(self)
+        length = self.max_model_len
+        need, steady = self.admission_blocks(length), self.steady_blocks(length)
+        fit, given = self.requests_that_fit(length), sum(self.memory_bytes)
+        used = self.num_blocks * sum(self.bytes_per_block)
+        tensors = max(len(layout.tensors) for layout in self.layouts)
+        rows = {
+            "layers": f"{sum(len(group.layers) for group in self.groups)} with a cache",
+            "groups": describe_groups(self.groups),
+            "block": f"{max(self.bytes_per_block):,} bytes in {tensors} "
+            f"tensor{'s' * (tensors != 1)}, {describe_unused(self.unused_bytes_per_block)}",
+            "memory": f"{given:,} bytes ({readable(given)}) given, "
+            f"{describe_difference(given - used)}",
+            "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
+            "longest request": f"{length:,} tokens: admission charges {need:,} blocks",
+            "such requests": f"{fit:,} run at once, {steady:,} blocks each once they decode; "
+            f"{self.tokens_that_fit(length):,} tokens in all",
+            "zero new blocks": describe_zeroing(self.zero_policy, self.groups_to_zero),
+        }
+        return "\n".join(f"{name:<16} {text}" for name, text in (rows | self._more_rows()).items())
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        length, block = self.max_model_len, sum(self.bytes_per_block)
+        charged, steady = self.admission_blocks(length), self.steady_blocks(length)
+        workers = {"workers": f"{len(self.layouts)}; bytes are of all together"}
+        rows = {
+            "groups": describe_groups(self.groups),
+            "block": f"{block:,} bytes, {describe_unused(self.unused_bytes_per_block)}",
+            "memory": readable(sum(self.memory_bytes)),
+            "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
+            "admission charges": f"{charged:,} blocks, {readable(charged * block)}",
+            "while it decodes": f"{steady:,} blocks, {readable(steady * block)}",
+            "run at once": f"{self.requests_that_fit(length):,} requests",
+            "tokens in all": f"{self.tokens_that_fit(length):,}",
+            "zero new blocks": describe_zeroing(self.zero_policy, self.groups_to_zero),
+        }
+        rows = (workers if len(self.layouts) > 1 else {}) | rows | self._more_rows()
+        return html_table(rows.items(), caption=f"Plan for requests up to {length:,} tokens")
+
+    def _more_rows(self) -> dict[str, str]:
+        """Returns rows for usual requests, for groupings and for a warning, where there are any."""
+        rows: dict[str, str] = {}
+        if self.request_len is not None:
+            fit = self.requests_that_fit(self.request_len)
+            steady = self.steady_blocks(self.request_len)
+            rows["usual requests"] = (
+                f"{self.request_len:,} tokens: {fit:,} run at once, {steady:,} blocks each once "
+                "they decode"
+            )
+        if self.compared:
+            rows["grouping"] = describe_choice(self.compared, self.compared_len)
+        return rows | ({"warning": self.warning} if self.warning else {})
 
 
 def check_rows(plan: Plan, max_requests: int) -> None:

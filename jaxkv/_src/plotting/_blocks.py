@@ -103,7 +103,7 @@ def plot_page(
       kernel_block_size: tokens of a kernel block; None: the block size.
 
     Raises:
-      TypeError, ValueError: as `jaxkv.layout.blocks_per_kv_block`.
+      TypeError, ValueError: kernel blocks that do not divide a block.
     """
     check_kind(LayerSpec, spec=spec)
     check_count(block_id=block_id)

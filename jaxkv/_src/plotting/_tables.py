@@ -47,7 +47,7 @@ def plot_block_tables(cache: "KVCache", *, batch: "StepBatch | None" = None) -> 
     ax = new_axes(np.clip(1.5 + 0.32 * starts[-1], 4, 12), min(2 + 0.27 * len(rows), 8))
     names = []
     for group, (growth, count) in enumerate(zip(layout.growths, shown, strict=True)):
-        entries = slice(first := layout.column_starts[group], first + count)
+        entries = slice(first := layout.table_offsets[group], first + count)
         ids, is_read = tables[rows, entries], read[rows, entries]
         is_used = np.arange(count) < used[rows, group, None]
         colour = group_colour(group)
@@ -90,7 +90,7 @@ def _read(cache: "KVCache", batch: "StepBatch") -> np.ndarray:
     requests = zip(*(np.asarray(x).tolist() for x in (batch.request_rows, *lengths)), strict=True)
     for row, computed, total, encoder in requests:
         tokens = cdiv(computed, layout.context_parallel), cdiv(total, layout.context_parallel)
-        for start, growth in zip(layout.column_starts, layout.growths, strict=False):
+        for start, growth in zip(layout.table_offsets, layout.growths, strict=False):
             source, _, end = growth.live_range(*tokens, encoder)
             first = growth.step_start(*tokens)  # of a state, earlier ones are only allocated
             read[row, start + int(first) : start + int(end)] = True

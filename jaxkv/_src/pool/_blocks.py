@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Int32
 
 import pallas_kernels
 from jaxkv._src.cache import KVCache, check_cache
@@ -18,9 +19,13 @@ from pallas_kernels import Implementation
 
 
 def zero_blocks(
-    cache: KVCache, block_ids: Array, ends: Array, *, implementation: Implementation | None = None
+    cache: KVCache,
+    block_ids: Int32[Array, "blocks"],
+    ends: Int32[Array, "groups"],
+    *,
+    implementation: Implementation | None = None,
 ) -> KVCache:
-    """Zeroes fresh blocks in the tensors of the groups that got them, including page padding.
+    """Zeroes fresh blocks in the tensors of their groups, including page padding.
 
     Call it before any write of the same step.
 
@@ -35,14 +40,14 @@ def zero_blocks(
 
 def copy_blocks(
     cache: KVCache,
-    sources: Array,
-    destinations: Array,
-    ends: Array,
+    sources: Int32[Array, "copies"],
+    destinations: Int32[Array, "copies"],
+    ends: Int32[Array, "groups"],
     *,
     disjoint: bool = False,
     implementation: Implementation | None = None,
 ) -> KVCache:
-    """Copies blocks, all at once, in the tensors of the groups that they belong to.
+    """Copies blocks, all at once, in the tensors of their groups.
 
     Block ``destinations[i]`` becomes what ``sources[i]`` was before the call, so a block may be
     both a source and a destination. Pairs with the null block or an id out of range are ignored.

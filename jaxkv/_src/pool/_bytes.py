@@ -1,6 +1,6 @@
-"""Bytes of blocks: where they lie, and how they are written and read in place.
+"""Bytes of blocks: addresses, and writes and reads in place.
 
-The only module that turns block ids, stored rows, heads and periods into array indices.
+The only module that turns block ids, stored rows, heads and layers into array indices.
 """
 
 import math
@@ -55,7 +55,7 @@ def write_bytes(
     extents = layer.form.extents
     block_ids, rows = block_ids.reshape(-1), rows.reshape(-1)
     width, head, head_offset = data.shape[-1], 0, 0
-    if not extents.rows_are_whole:  # a piece for each head
+    if not extents.rows_are_whole:  # a part for each head
         block_ids, rows = block_ids[:, None], rows[:, None]
         width, head = extents.cell_bytes, jnp.arange(extents.heads, dtype=jnp.int32)[None]
         head_offset = head * extents.head_bytes
@@ -110,8 +110,8 @@ def read_elements(
         data = lax.platform_dependent(buffer, index, cuda=by_elements, default=by_bytes)
     if not extents.rows_are_whole:
         cell = extents.cell_bytes // itemsize
-        pieces = (*block_ids.shape, extents.tiles, extents.heads, extents.rows, cell)
-        data = data.reshape(pieces).swapaxes(-3, -2)
+        parts = (*block_ids.shape, extents.tiles, extents.heads, extents.rows, cell)
+        data = data.reshape(parts).swapaxes(-3, -2)
     return data.reshape(*block_ids.shape, extents.tiles * extents.rows, row_bytes // itemsize)
 
 

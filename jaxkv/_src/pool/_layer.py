@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Float32, Int32, UInt8
 
 from jaxkv._src.cache import (
-    BAD_LAYER_INDEX,
-    STALE_BATCH,
+    BatchRequests,
+    CacheFlags,
     CacheLayout,
     GroupBatch,
     KVCache,
@@ -69,7 +70,7 @@ class LayerForm(NamedTuple):
 
 
 class LayerLocation(NamedTuple):
-    """The place of a layer in a cache.
+    """The location of a layer in a cache.
 
     form: shared with all layers that are alike.
     group: index of its group.
@@ -93,16 +94,16 @@ class BoundLayer:
     Layers that are alike differ in arrays alone, so one trace and one lowering serve them.
     """
 
-    buffer: Array  # uint8[...], the buffer of the pool that holds the layer
-    first: Array  # int32[], the layer's first extent; -1: no layer has this index
-    scales: Array | None  # float32[layers, 2], of all layers of the cache; None: 1
-    number: Array  # int32[], the layer's row of `scales`
+    buffer: UInt8[Array, "..."]  # the buffer of the pool that stores the layer
+    first: Int32[Array, ""]  # the layer's first extent; -1: no layer has this index
+    scales: Float32[Array, "layers 2"] | None  # of all layers of the cache; None: 1
+    number: Int32[Array, ""]  # the layer's row of `scales`
     requests: GroupBatch
     form: LayerForm = dataclasses.field(metadata={"static": True})
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
 
     @property
-    def batch(self) -> StepBatch:
+    def batch(self) -> BatchRequests:
         """The requests of the step."""
         return self.requests.batch
 
@@ -145,34 +146,30 @@ def bind(
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> BoundLayer:
-    """Resolves a layer, or the layer of its group that a period names, in a step.
+    """Resolves a layer, or the layer of its group that an index names, in a step.
 
     Args:
       implementation: of the kernels.
 
     Raises:
       TypeError, ValueError: arguments of other types, a batch of another cache, an unknown layer,
-        a cache without a pool, or a bad period (see `CacheLayout.at_layer_index`).
+        a cache without a pool, or a bad layer_index (see `CacheLayout.at_layer_index`).
     """
     check_batch(cache, batch)
     layout = cache.layout
     layout.placement_of(layer)
     check_pool(cache)
-    place = placement_of(layout, layer)
-    first = layout.at_layer_index(
-        layer, layer_index, lambda name: placement_of(layout, name).first, -1
-    )
-    number = layout.at_layer_index(
-        layer, layer_index, lambda name: placement_of(layout, name).number, 0
-    )
+    location = locate(layout, layer)
+    first = layout.at_layer_index(layer, layer_index, lambda name: locate(layout, name).first, -1)
+    number = layout.at_layer_index(layer, layer_index, lambda name: locate(layout, name).number, 0)
     import_mosaic(implementation)
     return BoundLayer(
-        buffer=cache.buffers[place.buffer],
+        buffer=cache.buffers[location.buffer],
         first=_as_int32(first),
         scales=cache.scales,
         number=_as_int32(number),
-        requests=batch.in_group(place.group),
-        form=place.form,
+        requests=batch.in_group(location.group),
+        form=location.form,
         implementation=implementation,
     )
 
@@ -180,8 +177,8 @@ def bind(
 def put_back(cache: KVCache, layer: str, bound: BoundLayer, buffer: Array | None = None) -> KVCache:
     """Returns the cache after a function of a layer: with its buffer, and with error flags.
 
-    The flags are those of the batch, which the cache already has if it is the one that `apply_step`
-    returned, of a batch of another step, and of a period that does not exist.
+    The flags tell of errors of the batch, which the cache already has if it is the one that
+    `apply_step` returned, of a batch of another step, and of a layer_index that does not exist.
     """
     status, of_batch = cache.status, bound.batch.status
     if of_batch is not status or not isinstance(bound.first, np.integer):
@@ -189,7 +186,7 @@ def put_back(cache: KVCache, layer: str, bound: BoundLayer, buffer: Array | None
     if buffer is None:
         return dataclasses.replace(cache, status=status)
     buffers = list(cache.buffers)
-    buffers[placement_of(cache.layout, layer).buffer] = buffer
+    buffers[locate(cache.layout, layer).buffer] = buffer
     return dataclasses.replace(cache, status=status, buffers=tuple(buffers))
 
 
@@ -198,28 +195,29 @@ def _status_after(status: Array, of_batch: Array, first: Array) -> Array:
     # The number passes through in a form in which XLA sees that it stays the same, and so merges
     # the comparisons of all layers.
     number = status[1]
-    flags = bit(STALE_BATCH, number != of_batch[1]) | bit(BAD_LAYER_INDEX, first < 0)
+    flags = bit(CacheFlags.STALE_BATCH, number != of_batch[1])
+    flags |= bit(CacheFlags.BAD_LAYER_INDEX, first < 0)
     return jnp.stack([status[0] | of_batch[0] | flags, number])
 
 
 @functools.lru_cache(maxsize=4096)
-def placement_of(layout: CacheLayout, layer: str) -> LayerLocation:
-    """Returns the place of a layer in the caches of a layout.
+def locate(layout: CacheLayout, layer: str) -> LayerLocation:
+    """Returns the location of a layer in the caches of a layout.
 
     Raises:
       TypeError, ValueError: an unknown layer.
     """
-    place, buffers = layout.placement_of(layer), layout.buffers
+    placement, buffers = layout.placement_of(layer), layout.buffers
     index, extents = buffers.buffer_of(layer), buffers.extents(layer)
     shape = buffers.shapes[index]
     extents = _cut_to_layer(extents, math.prod(shape))
-    form = LayerForm(place.spec, extents._replace(first=0), shape, layout)
+    form = LayerForm(placement.spec, extents._replace(first=0), shape, layout)
     number = layout.layer_numbers[layout.owner_of(layer)]
-    return LayerLocation(form, place.group, index, extents.first, number)
+    return LayerLocation(form, placement.group, index, extents.first, number)
 
 
 def _cut_to_layer(extents: LayerExtents, num_bytes: int) -> LayerExtents:
-    """Cuts extents into parts as large as the layer's, where these fill an extent.
+    """Cuts extents into parts of the layer's size, if these fill an extent.
 
     Layers that lie side by side in a page then differ in their first extent alone.
     """

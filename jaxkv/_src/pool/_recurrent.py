@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int32, Shaped
 
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_int32, check_kind
@@ -22,9 +23,9 @@ def write_state(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    arrays: Sequence[Array],
+    arrays: Sequence[Shaped[Array, "requests ..."]],
     *,
-    at: Array | None = None,
+    at: Int32[Array, "requests"] | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> KVCache:
@@ -37,7 +38,7 @@ def write_state(
         cache = jaxkv.write_state(cache, "state", batch, [0.5 * state + 1])
 
     Args:
-      cache, layer, batch, period: as for `write_tokens`.
+      cache, layer, batch, layer_index: as for `write_tokens`.
       arrays: the spec's arrays, each [B, *shape]; cast to the spec's dtypes.
       at: int32[B], index among the blocks that the step writes: the running state comes first,
         followed by one block per draft (``speculative_blocks``); with ``cache_mode="all"`` there
@@ -49,7 +50,7 @@ def write_state(
       The cache with the states written; rows of padding write nothing.
 
     Raises:
-      TypeError: the layer keeps no states, or ``at`` is not int32.
+      TypeError: the layer stores no states, or ``at`` is not int32.
       ValueError: shapes that do not fit the layer and the batch.
     """
     bound = bind(cache, layer, batch, layer_index, implementation)
@@ -91,9 +92,9 @@ def read_state(
     layer: str,
     batch: StepBatch,
     *,
-    at: Array | None = None,
+    at: Int32[Array, "requests"] | None = None,
     layer_index: LayerIndex = None,
-) -> tuple[Array, ...]:
+) -> tuple[Shaped[Array, "requests ..."], ...]:
     """Reads the state that each request of a step resumes from.
 
     Example::
@@ -105,7 +106,7 @@ def read_state(
     request reads another's state. Padding reads zeros, too.
 
     Args:
-      cache, layer, batch, period: as for `write_tokens`.
+      cache, layer, batch, layer_index: as for `write_tokens`.
       at: int32[B], reads these blocks instead, indexed as for `write_state`; -1, or None: the block
         to resume from. That is the one after the accepted drafts with ``cache_mode="none"``; with
         another mode a layer with ``speculative_blocks`` needs ``at``, to say which they are.
@@ -114,7 +115,7 @@ def read_state(
       The spec's arrays, each [B, *shape].
 
     Raises:
-      TypeError: the layer keeps no states, or ``at`` is not int32.
+      TypeError: the layer stores no states, or ``at`` is not int32.
       ValueError: ``at`` of another shape.
     """
     bound = bind(cache, layer, batch, layer_index)
@@ -153,8 +154,8 @@ def _state_spec(layer: str, bound: BoundLayer, at: Array | None) -> StateSpec:
     spec, layout = bound.form.spec, bound.layout
     if not isinstance(spec, StateSpec):
         raise TypeError(
-            f"layer={layer!r} keeps tokens, not states; use read_tokens and write_tokens, or "
-            "read_rows and write_rows for latent rows"
+            f"layer={layer!r} stores tokens, not states; use read_tokens and write_tokens, or "
+            "read_rows and write_rows for latent vectors"
         )
     if layout.axis is not None and not runs_manually(layout.axis):
         raise ValueError(

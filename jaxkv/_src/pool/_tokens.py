@@ -1,4 +1,4 @@
-"""Writes and reads of tokens: keys and values, latent rows, rows of your own format."""
+"""Writes and reads of tokens: keys and values, latent vectors, bytes of your own format."""
 
 import functools
 import math
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Num, Shaped
 
 from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_number
@@ -21,7 +22,9 @@ from pallas_kernels import Implementation
 TokenSpec = FullAttentionSpec | MLASpec
 
 
-def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
+def quantize(
+    values: Float[Array, "*shape"], dtype: DTypeLike, scale: Num[Array, "..."] | float
+) -> Num[Array, "*shape"]:
     """Returns ``values / scale`` in a cache dtype, saturating at the largest finite value.
 
     To quantize and convert back inside one ``jit``, put `jax.lax.optimization_barrier` in between:
@@ -62,8 +65,8 @@ def write_tokens(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    keys: Array,
-    values: Array,
+    keys: Float[Array, "*tokens kv_heads key_size"],
+    values: Float[Array, "*tokens kv_heads value_size"],
     *,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
@@ -78,13 +81,14 @@ def write_tokens(
     `attend` writes and attends in one call; use this with attention of your own.
 
     Args:
-      cache, batch: from `apply_step`. The batch gives the place of each token.
+      cache, batch: from `apply_step`. The batch gives the slot of each token.
       layer: name of a layer that stores keys and values.
       keys: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch; any float dtype.
         For cross attention the encoder's keys, [B, E, heads, K].
       values: [T, heads, V], or with the leading axes of ``keys``; any float dtype.
-      period: int32[], may be traced: writes layer ``cache.stacked_layers(layer)[period]`` instead
-        of ``layer``. For models that scan over their layers with the cache in the carry.
+      layer_index: int32[], may be traced: writes layer
+        ``cache.stacked_layers(layer)[layer_index]`` instead of ``layer``. For models that scan over
+        their layers with the cache in the carry.
       implementation: as for `pallas_kernels.write_rows`.
 
     Returns:
@@ -92,7 +96,7 @@ def write_tokens(
       is not written.
 
     Raises:
-      TypeError: the layer keeps no keys and values, or arrays that are not floats.
+      TypeError: the layer stores no keys and values, or arrays that are not floats.
       ValueError: shapes that do not fit the layer and the batch, or a layer that shares another
         layer's cache.
     """
@@ -122,14 +126,14 @@ def check_tokens(layer: str, bound: BoundLayer, keys: Array, values: Array) -> N
 
 
 def check_latents(layer: str, bound: BoundLayer, rows: Array) -> None:
-    """Raises TypeError or ValueError unless latent rows fit a layer and its batch."""
+    """Raises TypeError or ValueError unless latent vectors fit a layer and its batch."""
     spec = token_spec(layer, bound.form.spec)
     check_owner(bound.layout, layer)
     check_array(keys=rows)
     wanted = (*bound.batch.token_shape, spec.head_size)
     if rows.shape != wanted:
         raise ValueError(
-            f"keys has shape {rows.shape}; layer {layer!r} wants latent rows, {wanted}"
+            f"keys has shape {rows.shape}; layer {layer!r} wants latent vectors, {wanted}"
         )
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         raise TypeError(f"keys has dtype {rows.dtype}; pass floats, or stored rows to write_rows")
@@ -153,9 +157,9 @@ def write_rows(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    rows: Array,
+    rows: Shaped[Array, "..."],
     *,
-    mask: Array | None = None,
+    mask: Bool[Array, "*tokens"] | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> KVCache:
@@ -168,7 +172,7 @@ def write_rows(
         cache = jaxkv.write_rows(cache, "layer", batch, rows)
 
     Args:
-      cache, layer, batch, period, implementation: as for `write_tokens`.
+      cache, layer, batch, layer_index, implementation: as for `write_tokens`.
       rows: [T, ...], or [B, T / B, ...] for a rectangular batch; ``token_bytes`` of the layer's
         spec for each token, in the layer's dtype or as uint8.
       mask: bool token array, True for tokens whose rows are written; None: all. If several
@@ -179,7 +183,7 @@ def write_rows(
       The cache with the rows written.
 
     Raises:
-      TypeError: the layer keeps no rows of tokens, or rows of another dtype.
+      TypeError: the layer stores no tokens, or rows of another dtype.
       ValueError: shapes that do not fit the layer and the batch.
     """
     bound = bind(cache, layer, batch, layer_index, implementation)
@@ -230,7 +234,7 @@ def store_rows(bound: BoundLayer, rows: Array, mask: Array | None = None) -> Arr
     tokens_per_row = block_size // rows_per_block(bound.form.spec)
     return write_bytes(
         bound,
-        slots // block_size,  # that of no slot is negative, too
+        slots // block_size,  # negative without a slot
         slots % block_size // tokens_per_row,
         to_bytes(rows, slots.ndim),
     )
@@ -243,7 +247,10 @@ def read_tokens(
     *,
     dtype: DTypeLike = jnp.float32,
     layer_index: LayerIndex = None,
-) -> tuple[Array, Array]:
+) -> tuple[
+    Num[Array, "requests tokens kv_heads key_size"],
+    Num[Array, "requests tokens kv_heads value_size"],
+]:
     """Reads the keys and values of all blocks that a step's requests see.
 
     For tests and small models, because it copies what it reads::
@@ -256,15 +263,15 @@ def read_tokens(
     ``batch.first_positions(layer)[b] + i``; mask it by that, and by ``batch.seq_lens[b]``.
 
     Args:
-      cache, layer, batch, period: as for `write_tokens`.
+      cache, layer, batch, layer_index: as for `write_tokens`.
       dtype: of the result.
 
     Returns:
       ``dtype[B, W * block_size, heads, K]`` and the same with V, with scales applied: W blocks,
-      beginning with that of the oldest visible token.
+      from the block of the oldest visible token on.
 
     Raises:
-      TypeError: the layer keeps no keys and values.
+      TypeError: the layer stores no keys and values.
     """
     bound = bind(cache, layer, batch, layer_index)
     _attention_spec(layer, bound.form.spec)
@@ -287,7 +294,7 @@ def _read_tokens(bound: BoundLayer, *, dtype: jnp.dtype) -> tuple[Array, Array]:
 
 def read_rows(
     cache: KVCache, layer: str, batch: StepBatch, *, layer_index: LayerIndex = None
-) -> Array:
+) -> Shaped[Array, "requests rows ..."]:
     """Reads the stored rows of all blocks that a step's requests see.
 
     Example::
@@ -298,14 +305,14 @@ def read_rows(
     Like `read_tokens`, but without scales and in the layer's dtype.
 
     Args:
-      cache, layer, batch, period: as for `write_tokens`.
+      cache, layer, batch, layer_index: as for `write_tokens`.
 
     Returns:
       [B, W * rows per block, heads, K + V] for keys and values; [B, W * rows per block, width] for
-      latent rows, and for rows of bytes.
+      latent vectors and for bytes.
 
     Raises:
-      TypeError: the layer keeps no rows of tokens.
+      TypeError: the layer stores no tokens.
     """
     bound = bind(cache, layer, batch, layer_index)
     token_spec(layer, bound.form.spec)
@@ -351,7 +358,7 @@ def check_rank_known(layout: CacheLayout, layer: str, *, positions: bool = True)
         parts = "the bytes of its own heads, which have no axis of heads"
     if parts:
         raise ValueError(
-            f"layer={layer!r}: each rank of mesh axis {layout.axis!r} holds {parts}; call this "
+            f"layer={layer!r}: each rank of mesh axis {layout.axis!r} stores {parts}; call this "
             "inside jax.shard_map, with cache.partition_specs() for the cache"
         )
 
@@ -369,7 +376,9 @@ def check_owner(layout: CacheLayout, layer: str) -> None:
 def token_spec(layer: str, spec: LayerSpec) -> TokenSpec:
     """Returns the spec of a layer that stores rows of tokens; raises TypeError for others."""
     if not isinstance(spec, FullAttentionSpec | MLASpec):
-        raise TypeError(f"layer={layer!r} keeps states, not tokens; use read_state and write_state")
+        raise TypeError(
+            f"layer={layer!r} stores states, not tokens; use read_state and write_state"
+        )
     return spec
 
 
@@ -377,8 +386,8 @@ def _attention_spec(layer: str, spec: LayerSpec) -> FullAttentionSpec:
     """Returns the spec of a layer that stores keys and values; raises TypeError for others."""
     if not isinstance(spec, FullAttentionSpec):
         raise TypeError(
-            f"layer={layer!r} keeps {spec.kind}, not keys and values; use write_rows and read_rows "
-            "for latent rows, write_state and read_state for states"
+            f"layer={layer!r} stores {spec.kind}, not keys and values; use write_rows and "
+            "read_rows for latent vectors, write_state and read_state for states"
         )
     if row_format(spec).key_elements is None:
         raise TypeError(

@@ -6,19 +6,20 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
+from jaxtyping import Shaped
 
 from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.internal.checks import check_array, check_choice
 from jaxkv._src.layout import LayerView
 from jaxkv._src.pool._bytes import as_dtype, on_devices, to_bytes
-from jaxkv._src.pool._layer import LayerLocation, check_pool, check_whole, placement_of
+from jaxkv._src.pool._layer import LayerLocation, check_pool, check_whole, locate
 from jaxkv._src.pool._tokens import check_rank_known, token_spec
 
 #: the ids of a block axis: of `StepBatch.kernel_block_tables`, or of `BlockManager.block_ids`
 Ids = Literal["kernel", "manager"]
 
 
-def layer_view(cache: KVCache, layer: str) -> Array:
+def layer_view(cache: KVCache, layer: str) -> Shaped[Array, "..."]:
     """Returns a layer's part of the pool as an array of its own dtype, for your own kernel.
 
     Example::
@@ -41,7 +42,7 @@ def layer_view(cache: KVCache, layer: str) -> Array:
     Returns:
       The layer's buffer in the physical order of the pool, with N blocks of k kernel blocks each:
       dtype[N * k, block_size / k, heads, K + V widths] in LBNHC (axes BNHC), heads before tokens
-      in LBHNC (BHNC), and before blocks in LHBNC (HBNC). Latent rows and rows of bytes have no
+      in LBHNC (BHNC), and before blocks in LHBNC (HBNC). Latent vectors and bytes have no
       axis of heads. A stacked pool's buffer contains other layers, too: in LBNHC and LBHNC the
       block axis runs through all of them, and in the other orders there is an axis L, on which
       this layer has the index ``cache.layout.buffers.page_placement(layer).layer``.
@@ -50,18 +51,18 @@ def layer_view(cache: KVCache, layer: str) -> Array:
       TypeError: the layer stores states.
       ValueError: a padded page, or kernel blocks that are not evenly spaced.
     """
-    place = _place_of(cache, layer)
+    location = _locate(cache, layer)
 
     def view(cache: KVCache) -> Array:
-        buffer = cache.buffers[place.buffer]
-        check_whole(buffer, place.form.buffer_shape)
+        buffer = cache.buffers[location.buffer]
+        check_whole(buffer, location.form.buffer_shape)
         shape, dtype = _view_shape(cache, layer)
         return as_dtype(buffer.reshape(-1), dtype).reshape(shape)
 
     return on_devices(view, cache, in_specs=(), out_specs=_by_head(cache, layer))
 
 
-def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
+def with_layer_view(cache: KVCache, layer: str, view: Shaped[Array, "..."]) -> KVCache:
     """Returns the cache with a `layer_view` replaced, for your own kernels that write.
 
     Example::
@@ -78,11 +79,11 @@ def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
       TypeError: the layer stores states.
       ValueError: a view of another shape or dtype.
     """
-    place = _place_of(cache, layer)
+    location = _locate(cache, layer)
     check_array(view=view)
 
     def replace(cache: KVCache, view: Array) -> KVCache:
-        check_whole(cache.buffers[place.buffer], place.form.buffer_shape)
+        check_whole(cache.buffers[location.buffer], location.form.buffer_shape)
         shape, dtype = _view_shape(cache, layer)
         if view.shape != shape or view.dtype != jnp.dtype(dtype):
             raise ValueError(
@@ -90,7 +91,7 @@ def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
                 f"{dtype}{list(shape)}"
             )
         buffers = list(cache.buffers)
-        buffers[place.buffer] = to_bytes(view, 1).reshape(place.form.buffer_shape)
+        buffers[location.buffer] = to_bytes(view, 1).reshape(location.form.buffer_shape)
         return dataclasses.replace(cache, buffers=tuple(buffers))
 
     in_specs = (_by_head(cache, layer),)
@@ -109,8 +110,8 @@ def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "kernel") -> LayerV
       cache: with a pool.
       layer: name of a layer.
       ids: the ids that the block axis counts. "kernel": the kernel blocks of
-        ``batch.kernel_block_tables(layer)``, which run through all layers of the buffer if those of
-        `layer_view` do. "manager", for connectors that move blocks: the whole blocks of this
+        ``batch.kernel_block_tables(layer)``, which run through all layers of the buffer as in
+        `layer_view`. "manager", for connectors that move blocks: the whole blocks of this
         layer, as in `BlockManager.block_ids`.
 
     Returns:
@@ -149,21 +150,21 @@ def describe_bytes(cache: KVCache, layer: str) -> LayerView:
 
 def kernel_block_size(cache: KVCache, layer: str) -> int:
     """Returns the tokens of a layer's kernel blocks."""
-    place = cache.layout.placement_of(layer)
-    return place.spec.block_size // cache.layout.blocks_per_kv_block[place.group]
+    placement = cache.layout.placement_of(layer)
+    return placement.spec.block_size // cache.layout.blocks_per_kv_block[placement.group]
 
 
-def _place_of(cache: KVCache, layer: str) -> LayerLocation:
-    """Returns the place of a layer that stores tokens, in a cache with a pool."""
+def _locate(cache: KVCache, layer: str) -> LayerLocation:
+    """Returns the location of a layer that stores tokens, in a cache with a pool."""
     check_pool(cache)
     token_spec(layer, cache.layout.placement_of(layer).spec)
     check_rank_known(cache.layout, layer)
-    return placement_of(cache.layout, layer)
+    return locate(cache.layout, layer)
 
 
 def _view_shape(cache: KVCache, layer: str) -> tuple[tuple[int, ...], str]:
     """Returns shape and dtype of `layer_view`, on one device."""
-    form, buffers = placement_of(cache.layout, layer).form, cache.layout.buffers
+    form, buffers = locate(cache.layout, layer).form, cache.layout.buffers
     spec = token_spec(layer, form.spec)
     page_bytes = buffers.page_placement(layer).page_bytes
     if page_bytes != spec.data_bytes:
@@ -184,12 +185,12 @@ def _view_axes(cache: KVCache, layer: str) -> str:
     """Returns the letters of the axes of `layer_view`."""
     buffers = cache.layout.buffers
     axes = buffers.order if buffers.stacked else buffers.order.replace("L", "")
-    if not placement_of(cache.layout, layer).form.has_heads:
+    if not locate(cache.layout, layer).form.has_heads:
         axes = axes.replace("H", "")
     return axes[1:] if buffers.counts_through else axes
 
 
 def _by_head(cache: KVCache, layer: str) -> PartitionSpec:
     """Returns the PartitionSpec of `layer_view`; rows without an axis of heads are not divided."""
-    form = placement_of(cache.layout, layer).form
+    form = locate(cache.layout, layer).form
     return form.by_head(_view_axes(cache, layer).find("H"))

@@ -1,4 +1,4 @@
-"""The columns of a recurrent layer's inputs, and how ranks divide their heads."""
+"""The channels of a recurrent layer's inputs, and how ranks divide their heads."""
 
 import itertools
 import math
@@ -13,40 +13,40 @@ from jaxkv._src.specs import StateSpec
 
 
 class Heads(NamedTuple):
-    """Heads side by side in the columns of inputs: so many, each so wide."""
+    """Heads side by side in the channels of inputs."""
 
     count: int
     size: int
 
     @property
-    def columns(self) -> int:
+    def channels(self) -> int:
         return self.count * self.size
 
 
-def columns_of(parts: tuple[Heads, ...]) -> int:
-    """Returns the columns of parts that lie side by side."""
-    return sum(part.columns for part in parts)
+def count_channels(parts: tuple[Heads, ...]) -> int:
+    """Returns the channels of parts that lie side by side."""
+    return sum(part.channels for part in parts)
 
 
 def by_rank(array: Array, parts: tuple[Heads, ...], ranks: int) -> Array:
-    """Sorts columns, [..., columns], by the rank that computes their heads.
+    """Sorts channels, [..., channels], by the rank that computes their heads.
 
-    Heads that are fewer than the ranks are repeated, so that each rank has one.
+    If there are fewer heads than ranks they are repeated, so that each rank has one.
     """
     if ranks == 1:
         return array
-    ends = list(itertools.accumulate(part.columns for part in parts))
+    ends = list(itertools.accumulate(part.channels for part in parts))
     leading = array.shape[:-1]
     sorted_parts: list[Array] = []
-    for part, columns in zip(parts, jnp.split(array, ends[:-1], axis=-1), strict=True):
-        columns = columns.reshape(*leading, *part)
-        columns = jnp.repeat(columns, math.ceil(ranks / part.count), axis=-2)
-        sorted_parts.append(columns.reshape(*leading, ranks, -1))
+    for part, channels in zip(parts, jnp.split(array, ends[:-1], axis=-1), strict=True):
+        channels = channels.reshape(*leading, *part)
+        channels = jnp.repeat(channels, math.ceil(ranks / part.count), axis=-2)
+        sorted_parts.append(channels.reshape(*leading, ranks, -1))
     return jnp.concatenate(sorted_parts, axis=-1).reshape(*leading, -1)
 
 
 def check_heads(bound: BoundLayer, name: str, count: int, value_heads: int) -> None:
-    """Raises ValueError unless these heads of keys divide among those of values, and ranks."""
+    """Raises ValueError unless heads of keys divide among heads of values, and among ranks."""
     check_positive(**{name: count})
     ranks = bound.ranks_of_heads
     if value_heads % count or (count % ranks and ranks % count):
@@ -57,20 +57,20 @@ def check_heads(bound: BoundLayer, name: str, count: int, value_heads: int) -> N
 
 
 def check_convolution(
-    layer: str, spec: StateSpec, columns: int, weights: Array, bias: Array | None
+    layer: str, spec: StateSpec, channels: int, weights: Array, bias: Array | None
 ) -> None:
-    """Raises ValueError unless a layer keeps the inputs of this convolution."""
+    """Raises ValueError unless a layer stores the inputs of this convolution."""
     check_array(conv_weights=weights)
-    kept = spec.shapes[0][0]
-    # Others keep the inputs of drafts in one window; here, the state after each has a window.
-    widths = {kept + 1, kept + 1 - spec.speculative_blocks}
-    if weights.ndim != 2 or weights.shape[0] not in widths or weights.shape[1] != columns:
+    stored = spec.shapes[0][0]
+    # Others store the inputs of drafts in one window; here, the state after each has a window.
+    widths = {stored + 1, stored + 1 - spec.speculative_blocks}
+    if weights.ndim != 2 or weights.shape[0] not in widths or weights.shape[1] != channels:
         raise ValueError(
-            f"conv_weights has shape {weights.shape}; layer {layer!r} keeps the last {kept} inputs "
-            f"of {columns} channels, and wants {(kept + 1, columns)}"
+            f"conv_weights has shape {weights.shape}; layer {layer!r} stores the last {stored} "
+            f"inputs of {channels} channels, and wants {(stored + 1, channels)}"
         )
     if bias is None:
         return
     check_array(conv_bias=bias)
-    if bias.shape != (columns,):
-        raise ValueError(f"conv_bias has shape {bias.shape}; wants {(columns,)}")
+    if bias.shape != (channels,):
+        raise ValueError(f"conv_bias has shape {bias.shape}; wants {(channels,)}")

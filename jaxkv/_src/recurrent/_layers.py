@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
+from jaxtyping import Float
 
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_flag, check_number, check_positive
@@ -17,7 +18,7 @@ from jaxkv._src.recurrent._heads import (
     by_rank,
     check_convolution,
     check_heads,
-    columns_of,
+    count_channels,
 )
 from jaxkv._src.recurrent._states import check_states, flat_tokens, state_pages, step_states
 from jaxkv._src.specs import StateSpec
@@ -35,17 +36,17 @@ def gated_delta(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    qkv: Array,
-    log_decay: Array,
-    beta: Array,
+    qkv: Float[Array, "*tokens channels"],
+    log_decay: Float[Array, "..."],
+    beta: Float[Array, "*tokens value_heads"],
     *,
-    conv_weights: Array,
+    conv_weights: Float[Array, "width channels"],
     num_key_heads: int,
-    conv_bias: Array | None = None,
+    conv_bias: Float[Array, "channels"] | None = None,
     scale: float | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Array]:
+) -> tuple[KVCache, Float[Array, "*tokens value_heads value_size"]]:
     """Runs a gated delta net (Qwen3-Next, Kimi Linear) over a step's tokens, states in place.
 
     A causal convolution and SiLU come first; then queries and keys are divided by their l2 norm.
@@ -55,13 +56,13 @@ def gated_delta(
 
     The layer's `StateSpec` has shapes ((width - 1, channels), (value_heads, V, K)): the last inputs
     of the convolution, and the states, of one rank. Call it inside ``jit``; with a donated cache,
-    no state is copied. With ``cache_mode="all"``, the state at the end of each block is kept, too.
-    With ``speculative_blocks``, so is the state after each token of a step that may verify drafts,
-    and the next step goes on after those that `BlockManager.rewind` has left.
+    no state is copied. With ``cache_mode="all"``, the state at the end of each block is stored,
+    too. With ``speculative_blocks``, so is the state after each token of a step that may verify
+    drafts, and the next step resumes after the tokens that `BlockManager.rewind` has left.
 
-    Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, of which
-    each computes its own; queries and keys of fewer heads than ranks are repeated. XLA moves the
-    columns of ``qkv`` to the ranks of their heads.
+    Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, and each
+    rank computes its own; queries and keys of fewer heads than ranks are repeated. XLA moves the
+    channels of ``qkv`` to the ranks of their heads.
 
     Args:
       cache, batch: from `apply_step`.
@@ -74,8 +75,8 @@ def gated_delta(
       num_key_heads: heads of queries and of keys, a divisor of value_heads.
       conv_bias: [channels]; None: zeros.
       scale: factor of the queries; None: ``K ** -0.5``.
-      period: int32[], may be traced: uses layer ``cache.stacked_layers(layer)[period]`` instead of
-        ``layer``; see `write_tokens`.
+      layer_index: int32[], may be traced: uses layer ``cache.stacked_layers(layer)[layer_index]``
+        instead of ``layer``; see `write_tokens`.
       implementation: as for `pallas_kernels.gated_delta_rule`.
 
     Returns:
@@ -83,7 +84,7 @@ def gated_delta(
       V], or [B, T / B, value_heads, V]; zeros for padding.
 
     Raises:
-      TypeError: the layer keeps no states, or dtypes that are no floats of 16 or 32 bits.
+      TypeError: the layer stores no states, or dtypes that are no floats of 16 or 32 bits.
       ValueError: shapes that do not fit the layer and the batch, or a layer that has
         ``speculative_blocks`` and another ``cache_mode`` than "none".
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support.
@@ -93,11 +94,11 @@ def gated_delta(
     check_positive(num_key_heads=num_key_heads)
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
-    check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
+    check_convolution(layer, spec, count_channels(parts), conv_weights, conv_bias)
     check_array(log_decay=log_decay)
     per_key = (keys.size,) if log_decay.ndim == len(batch.token_shape) + 2 else ()
     given = _Given(
-        flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
+        flat_tokens(bound, "qkv", qkv, (count_channels(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads, *per_key)),
         flat_tokens(bound, "beta", beta, (heads,)),
         *(conv_weights, conv_bias),
@@ -112,16 +113,16 @@ def mamba2(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    xbc: Array,
-    log_decay: Array,
-    steps: Array,
+    xbc: Float[Array, "*tokens channels"],
+    log_decay: Float[Array, "*tokens heads"],
+    steps: Float[Array, "*tokens heads"],
     *,
-    conv_weights: Array,
+    conv_weights: Float[Array, "width channels"],
     num_groups: int,
-    conv_bias: Array | None = None,
+    conv_bias: Float[Array, "channels"] | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Array]:
+) -> tuple[KVCache, Float[Array, "*tokens heads value_size"]]:
     """Runs a Mamba-2 mixer over a step's tokens, states in place.
 
     A causal convolution and SiLU come first. The state S of a head becomes ``S' = a S + step x
@@ -136,7 +137,7 @@ def mamba2(
         [groups * K] and c side by side, before the convolution.
       log_decay, steps: float[T, heads].
       num_groups: groups of heads that share b and c.
-      cache, layer, batch, conv_weights, conv_bias, period, implementation: as for
+      cache, layer, batch, conv_weights, conv_bias, layer_index, implementation: as for
         `gated_delta`.
 
     Returns:
@@ -151,9 +152,9 @@ def mamba2(
     check_positive(num_groups=num_groups)
     heads, keys, values = _heads(bound, spec, "num_groups", num_groups)
     parts = values, keys, keys
-    check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
+    check_convolution(layer, spec, count_channels(parts), conv_weights, conv_bias)
     given = _Given(
-        flat_tokens(bound, "xbc", xbc, (columns_of(parts),)),
+        flat_tokens(bound, "xbc", xbc, (count_channels(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads,)),
         flat_tokens(bound, "steps", steps, (heads,)),
         *(conv_weights, conv_bias),
@@ -165,26 +166,26 @@ def linear_attention(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    qkv: Array,
-    log_decay: Array,
+    qkv: Float[Array, "*tokens channels"],
+    log_decay: Float[Array, "*tokens value_heads"] | Float[Array, "value_heads"],
     *,
     num_key_heads: int | None = None,
     scale: float = 1.0,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Array]:
+) -> tuple[KVCache, Float[Array, "*tokens value_heads value_size"]]:
     """Runs linear attention with decay (MiniMax-Text) over a step's tokens, states in place.
 
     The state S of a head becomes ``S' = a S + v k^T`` with ``a = exp(log_decay)``, and the output
     is ``S' q``. The layer's `StateSpec` has the shape ((value_heads, V, K),).
 
     Args:
-      qkv: [T, columns], or [B, T / B, columns] for a rectangular batch: queries, keys and values
+      qkv: [T, channels], or [B, T / B, channels] for a rectangular batch: queries, keys and values
         side by side.
       log_decay: float[value_heads], or float[T, value_heads]; at most 0.
       num_key_heads: heads of queries and of keys; None: as many as values have.
       scale: factor of the queries.
-      cache, layer, batch, period, implementation: as for `gated_delta`.
+      cache, layer, batch, layer_index, implementation: as for `gated_delta`.
 
     Returns:
       The cache with the states written, and the output in the dtype of ``qkv``: [T, value_heads,
@@ -202,7 +203,7 @@ def linear_attention(
     if log_decay.shape == (heads,):
         log_decay = jnp.broadcast_to(log_decay, (*tokens, heads))
     given = _Given(
-        flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
+        flat_tokens(bound, "qkv", qkv, (count_channels(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads,)),
         jnp.ones((math.prod(tokens), heads), jnp.float32),
         *(None, None),
@@ -214,14 +215,14 @@ def short_conv(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
-    inputs: Array,
+    inputs: Float[Array, "*tokens channels"],
     *,
-    conv_weights: Array,
-    conv_bias: Array | None = None,
+    conv_weights: Float[Array, "width channels"],
+    conv_bias: Float[Array, "channels"] | None = None,
     silu: bool = False,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
-) -> tuple[KVCache, Array]:
+) -> tuple[KVCache, Float[Array, "*tokens channels"]]:
     """Runs a short causal convolution (LFM2) over a step's tokens, its last inputs in place.
 
     The layer's `StateSpec` has the shape ((width - 1, channels),).
@@ -229,7 +230,7 @@ def short_conv(
     Args:
       inputs: [T, channels], or [B, T / B, channels] for a rectangular batch.
       silu: whether SiLU follows.
-      cache, layer, batch, conv_weights, conv_bias, period, implementation: as for
+      cache, layer, batch, conv_weights, conv_bias, layer_index, implementation: as for
         `gated_delta`.
 
     Returns:
@@ -243,8 +244,8 @@ def short_conv(
     spec = check_states(layer, bound, (2,))
     check_flag(silu=silu)
     parts = (Heads(bound.ranks_of_heads, spec.shapes[0][1]),)
-    check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
-    flat = flat_tokens(bound, "inputs", inputs, (columns_of(parts),))
+    check_convolution(layer, spec, count_channels(parts), conv_weights, conv_bias)
+    flat = flat_tokens(bound, "inputs", inputs, (count_channels(parts),))
     given = _Given(flat, None, None, conv_weights, conv_bias)
     return _finish(cache, layer, bound, given, _How("convolution", parts, silu=silu))
 
@@ -252,7 +253,7 @@ def short_conv(
 def _heads(
     bound: BoundLayer, spec: StateSpec, name: str, count: int | None
 ) -> tuple[int, Heads, Heads]:
-    """Returns the heads of states on all ranks, and those of keys and of values in the inputs.
+    """Returns the number of heads over all ranks, and the heads of keys and of values.
 
     Args:
       count: heads of keys, an argument of this name; None: as many as values have.
@@ -267,17 +268,17 @@ def _heads(
 class _Given(NamedTuple):
     """The arrays of a call; tokens in one axis."""
 
-    inputs: Array
-    log_decay: Array | None
-    beta: Array | None
-    conv_weights: Array | None
-    conv_bias: Array | None
+    inputs: Float[Array, "tokens channels"]
+    log_decay: Float[Array, "tokens heads ..."] | None
+    beta: Float[Array, "tokens heads"] | None
+    conv_weights: Float[Array, "width channels"] | None
+    conv_bias: Float[Array, "channels"] | None
 
 
 class _How(NamedTuple):
     """The kind of a layer: "delta", "scan", "attention" or "convolution", and its constants.
 
-    parts: the columns of its inputs, of all ranks that they come from.
+    parts: the channels of its inputs, over all ranks.
     """
 
     kind: str
@@ -303,7 +304,7 @@ def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array
     A jitted function of its own, so that layers that are alike share one trace and one lowering.
     """
     ranks, axis = bound.ranks_of_heads, bound.layout.heads_axis
-    columns = {
+    arrays = {
         name: by_rank(array, how.parts, ranks)
         for name in ("inputs", "conv_weights", "conv_bias")
         if (array := getattr(given, name)) is not None
@@ -314,7 +315,7 @@ def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array
     how = how._replace(key_heads=max(1, how.key_heads // ranks))
     return on_devices(
         functools.partial(_run, how=how),
-        *(bound, given._replace(**columns)),
+        *(bound, given._replace(**arrays)),
         in_specs=(_Given(*specs),),
         out_specs=(bound.layout.buffer_spec, by_head),
     )

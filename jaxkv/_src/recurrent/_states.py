@@ -1,4 +1,4 @@
-"""The states that a step reads and writes, and where they lie."""
+"""The states that a step reads and writes, and their pages."""
 
 import itertools
 import math
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Int32
 
 from jaxkv._src.internal.checks import check_array
 from jaxkv._src.internal.numbers import cdiv
@@ -17,14 +18,15 @@ from pallas_kernels import StatePages
 class StepStates(NamedTuple):
     """The blocks of the states of a step, as the kernels of `pallas_kernels` take them.
 
-    read_ids: int32[B]; -1: zeros.
-    write_ids, write_after: int32[B, W], blocks, and after how many tokens of the step the state is
-      theirs; -1 and numbers of no token for none. No write_after: after the last one.
+    read_ids: blocks; -1: zeros.
+    write_ids: blocks; -1: none.
+    write_after: after how many tokens of the step each block gets the state; no number
+      from 1 to the tokens of the step: never. None: after the last token.
     """
 
-    read_ids: Array
-    write_ids: Array
-    write_after: Array | None
+    read_ids: Int32[Array, "requests"]
+    write_ids: Int32[Array, "requests blocks"]
+    write_after: Int32[Array, "requests blocks"] | None
 
 
 def step_states(bound: BoundLayer) -> StepStates:
@@ -37,9 +39,9 @@ def step_states(bound: BoundLayer) -> StepStates:
         write_after = None
     else:
         blocks = range(requests.table.shape[1] - 1)
-        places = [jnp.full_like(read_ids, block) for block in blocks]
-        write_ids = jnp.stack([requests.state_blocks(p, reading=False) for p in places], axis=1)
-        write_after = _written_after(bound, jnp.stack(places, axis=1))
+        indices = [jnp.full_like(read_ids, block) for block in blocks]
+        write_ids = jnp.stack([requests.state_blocks(i, reading=False) for i in indices], axis=1)
+        write_after = _written_after(bound, jnp.stack(indices, axis=1))
     return StepStates(
         jnp.where(exists, read_ids, -1), jnp.where(exists, write_ids, -1), write_after
     )
@@ -48,8 +50,8 @@ def step_states(bound: BoundLayer) -> StepStates:
 def _written_after(bound: BoundLayer, block: Array) -> Array:
     """Returns after how many tokens of the step each block's state is reached.
 
-    A state that none of them reaches has another number than those from 1 to their count. All
-    tokens but the first may be drafts, in a step of no more than there are blocks for.
+    A state that no token reaches has a number outside 1 to the count of tokens. All tokens but the
+    first may be drafts, in a step that has a block for each of them.
 
     Args:
       block: int32[B, W], index among the blocks that the step writes.
@@ -60,7 +62,7 @@ def _written_after(bound: BoundLayer, block: Array) -> Array:
     certain = jnp.where(are_few, jnp.minimum(tokens, 1), tokens)[:, None]
     if requests.growth.cache_mode == "all":
         computed, size = batch.num_computed_tokens[:, None], requests.growth.block_size
-        first = requests.first_columns[:, None]
+        first = requests.first_blocks[:, None]
         running = jnp.maximum(cdiv(computed + certain, size), 1) - 1 - first
         full = (first + block + 1) * size - computed
     else:
@@ -75,9 +77,9 @@ def state_pages(bound: BoundLayer) -> list[StatePages]:
     starts = itertools.accumulate(spec.array_bytes, initial=extents.start_bytes)
     # Kernels take them together if they share the data and this array.
     first = jnp.maximum(bound.first, 0)
-    places = bound.layout.num_blocks, first, extents.tile_step
+    pages = bound.layout.num_blocks, first, extents.tile_step
     return [
-        StatePages(data, jnp.dtype(dtype), shape, *places, start=start)
+        StatePages(data, jnp.dtype(dtype), shape, *pages, start=start)
         for dtype, shape, start in zip(spec.dtypes, spec.shapes, starts, strict=False)
     ]
 
@@ -87,7 +89,7 @@ def check_states(
     bound: BoundLayer,
     wanted: tuple[int, ...],
 ) -> StateSpec:
-    """Checks that a layer keeps such states, and returns its spec.
+    """Checks the states of a layer, and returns its spec.
 
     Args:
       wanted: axes of each array of the spec.
@@ -97,11 +99,11 @@ def check_states(
     """
     spec = bound.form.spec
     if not isinstance(spec, StateSpec):
-        raise TypeError(f"layer={layer!r} keeps tokens, not states; use attend")
+        raise TypeError(f"layer={layer!r} stores tokens, not states; use attend")
     if tuple(map(len, spec.shapes)) != wanted:
         axes = ", ".join(f"{n} axes" for n in wanted)
         raise ValueError(
-            f"layer={layer!r} keeps states of shapes {spec.shapes}; this function wants {axes}"
+            f"layer={layer!r} stores states of shapes {spec.shapes}; this function wants {axes}"
         )
     if spec.speculative_blocks and spec.cache_mode != "none":
         raise ValueError(
@@ -114,7 +116,7 @@ def check_states(
 
 
 def flat_tokens(bound: BoundLayer, name: str, array: Array, inner: tuple[int, ...]) -> Array:
-    """Returns a token array of a batch with its token axes made one, [T, *inner]."""
+    """Returns a token array with the axes of tokens merged, [T, *inner]."""
     shape = bound.batch.token_shape
     check_array(**{name: array})
     if array.shape != (*shape, *inner):

@@ -6,13 +6,14 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, overload
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jaxkv._src.cache import CacheLayout, KVCache
 from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_flag, check_positive
 from jaxkv._src.internal.text import shown
 from jaxkv._src.internal.unique import Unique
-from jaxkv._src.sleeping._host import ArrayPlace, HostCopy, to_device, to_host
+from jaxkv._src.sleeping._host import ArrayTemplate, HostCopy, to_device, to_host
 
 Part = Literal["kv_cache", "block_tables"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -36,7 +37,7 @@ class _Asleep(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.place.num_bytes for copy in self.arrays)
+        return sum(copy.template.num_bytes for copy in self.arrays)
 
     @property
     def host_bytes(self) -> int:
@@ -44,7 +45,7 @@ class _Asleep(NamedTuple):
 
 
 class SleepingCache(Unique):
-    """A cache of which at least one part sleeps; only `wake_up` and `sleep` accept it.
+    """A cache with at least one sleeping part; only `wake_up` and `sleep` accept it.
 
     The call that takes it uses it up. Reading its buffers or tables raises SleepError, and so does
     passing it to a jitted step.
@@ -54,9 +55,9 @@ class SleepingCache(Unique):
 
     def __init__(
         self,
-        awake: Mapping[Part, Any],
+        awake: Mapping[Part, PyTree],
         asleep: Mapping[Part, _Asleep],
-        scales: Any,
+        scales: jax.Array | None,
         layout: CacheLayout,
     ):
         self._awake, self._asleep = dict(awake), dict(asleep)
@@ -118,7 +119,7 @@ def sleep(
         cache = jaxkv.make_cache(plan, max_requests=256)
         asleep = jaxkv.sleep(cache)            # the pool's device memory is free
         ...                                    # train, or swap weights
-        cache = jaxkv.wake_up(asleep)          # the same content in the same places
+        cache = jaxkv.wake_up(asleep)          # the same content on the same devices
 
     Waits for the steps that compute the cache, and deletes its arrays: other references to them
     raise jax's "Array has been deleted" from then on. A step that only reads them finishes
@@ -127,9 +128,9 @@ def sleep(
 
     Args:
       cache: awake, or partly asleep.
-      level: 1 keeps all content on the host; 2 drops the content of the pool.
+      level: 1 copies all content to the host; 2 drops the content of the pool.
       parts: the parts to put to sleep: "kv_cache", the pool; "block_tables", whose content is
-        kept at both levels.
+        copied at both levels.
       chunk_bytes: buffers with more bytes than this on a device are copied in chunks of about
         that many, two of which take device memory next to the buffer. A buffer whose axes are all
         sharded is copied whole.
@@ -172,7 +173,7 @@ def wake_up(
 def wake_up(
     cache: SleepingCache, *, parts: Collection[Part] | None = None, reset_scales: bool = False
 ) -> KVCache | SleepingCache:
-    """Allocates a sleeping cache again, in the same places and with the content that it had.
+    """Allocates a sleeping cache again, on the same devices and with the content that it had.
 
     Example::
 
@@ -184,7 +185,7 @@ def wake_up(
     `jaxkv.BlockManager.reset_prefixes`. Compiled steps are not compiled again.
 
     Args:
-      cache: of which at least one part sleeps.
+      cache: with at least one sleeping part.
       parts: the parts to wake up; None: all that sleep.
       reset_scales: True: sets all scales to 1, for when the content is gone on which they were
         measured. False: keeps them.
@@ -220,8 +221,8 @@ def _copy_out(trees: Mapping[Part, Any], level: int, chunk_bytes: int) -> dict[P
     """Copies all parts together, so that either all of them sleep or none."""
     dropped = [part for part in trees if part == "kv_cache" and level == 2]
     leaves = {part: jax.tree.leaves(tree) for part, tree in trees.items()}
-    kept = [array for part in trees if part not in dropped for array in leaves[part]]
-    copies = iter(to_host(kept, chunk_bytes))
+    copied = [array for part in trees if part not in dropped for array in leaves[part]]
+    copies = iter(to_host(copied, chunk_bytes))
     return {
         part: _Asleep(
             level,
@@ -244,8 +245,8 @@ def _copy_in(parts: Mapping[Part, _Asleep]) -> dict[Part, Any]:
 
 
 def _ones(scales: jax.Array) -> jax.Array:
-    """Returns ones with the shape, dtype and place of the scales."""
-    with ArrayPlace.of(scales).as_default():
+    """Returns ones with the shape, dtype and sharding of the scales."""
+    with ArrayTemplate.from_array(scales).as_default():
         ones = jnp.ones_like(scales)
     return jax.device_put(ones, scales.sharding) if scales.committed else ones
 

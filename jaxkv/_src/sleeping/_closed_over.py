@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from jaxkv._src.cache import KVCache
 from jaxkv._src.internal.checks import check_kind
@@ -15,7 +16,7 @@ class ClosedOverError(ValueError):
 
 
 def check_not_closed_over(
-    cache: KVCache, step: Callable[..., Any], /, *args: Any, **kwargs: Any
+    cache: KVCache, step: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
 ) -> None:
     """Raises if a step closes over a buffer or table of the cache instead of taking it.
 

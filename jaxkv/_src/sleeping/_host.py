@@ -14,8 +14,8 @@ from jax import Array, lax
 from jaxkv._src.internal.allocation import HOST_MEMORY, zeros
 
 
-class ArrayPlace(NamedTuple):
-    """The properties by which `jit` tells arrays apart."""
+class ArrayTemplate(NamedTuple):
+    """The properties that tell arrays apart for `jit`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -23,7 +23,7 @@ class ArrayPlace(NamedTuple):
     committed: bool  # to its devices; `jit` compiles one program for each case
 
     @classmethod
-    def of(cls, array: Array) -> "ArrayPlace":
+    def from_array(cls, array: Array) -> "ArrayTemplate":
         return cls(array.shape, array.dtype, array.sharding, array.committed)
 
     @property
@@ -53,13 +53,13 @@ class ArrayPlace(NamedTuple):
 class HostCopy(NamedTuple):
     """A copy of an array on the host, in chunks along one axis; without chunks: zeros."""
 
-    place: ArrayPlace
+    template: ArrayTemplate
     axis: int
     chunks: tuple[Array, ...]
 
     @classmethod
     def without_content(cls, array: Array) -> "HostCopy":
-        return cls(ArrayPlace.of(array), 0, ())
+        return cls(ArrayTemplate.from_array(array), 0, ())
 
 
 def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
@@ -81,7 +81,9 @@ def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
                 cut = [] if len(bounds) == 1 else [_take(array, _index(start), size, axis)]
                 made.append(jax.device_put(cut[0] if cut else array, host))
                 pending.append(made[-1])
-            copies.append(HostCopy(ArrayPlace.of(array), axis, tuple(made[start_of_array:])))
+            copies.append(
+                HostCopy(ArrayTemplate.from_array(array), axis, tuple(made[start_of_array:]))
+            )
         jax.block_until_ready(made)
     except BaseException:
         _delete([*made, *cut])  # a traceback would keep them alive
@@ -104,16 +106,16 @@ def to_device(copies: Sequence[HostCopy]) -> list[Array]:
 
 def _restored(copy: HostCopy, pending: collections.deque[Array]) -> Array:
     """Restores one array. ``pending`` holds chunks in flight, of this array and earlier ones."""
-    place, axis, chunks = copy
+    template, axis, chunks = copy
     if len(chunks) == 1:
-        return place.put(chunks[0])
-    array = place.zeros()
+        return template.put(chunks[0])
+    array = template.zeros()
     start = 0
     try:
         for chunk in chunks:
             _wait_for_room(pending)
-            pending.append(place.put(chunk))
-            with place.as_default():
+            pending.append(template.put(chunk))
+            with template.as_default():
                 array = _insert(array, pending[-1], _index(start), axis)
             start += chunk.shape[axis]
         return array
@@ -140,9 +142,9 @@ def _wait_for_room(pending: collections.deque[Array]) -> None:
 
 def _cut(array: Array, chunk_bytes: int) -> tuple[int, list[tuple[int, int]]]:
     """Returns an axis that is not sharded, and (start, size) of the chunks along it."""
-    held = array.sharding.shard_shape(array.shape)
-    num_bytes = math.prod(held) * array.dtype.itemsize
-    whole = [axis for axis, size in enumerate(array.shape) if held[axis] == size]
+    shard = array.sharding.shard_shape(array.shape)
+    num_bytes = math.prod(shard) * array.dtype.itemsize
+    whole = [axis for axis, size in enumerate(array.shape) if shard[axis] == size]
     if num_bytes <= chunk_bytes or not whole:
         return 0, [(0, array.shape[0] if array.ndim else 1)]
     axis = max(whole, key=lambda axis: array.shape[axis])

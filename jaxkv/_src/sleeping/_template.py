@@ -7,37 +7,37 @@ import jax
 import numpy as np
 
 from jaxkv._src.cache import KVCache
-from jaxkv._src.internal.allocation import copied
-from jaxkv._src.sleeping._host import ArrayPlace
+from jaxkv._src.internal.allocation import copy_to
+from jaxkv._src.sleeping._host import ArrayTemplate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CacheTemplate:
     """The shapes and shardings of a cache, and a copy of its scales.
 
-    places, structure: of the cache without scales.
-    scales: f32[layers, 2] and their place; None: the cache has none.
+    arrays, structure: of the cache without scales.
+    scales: f32[layers, 2] and their template; None: the cache has none.
     """
 
-    places: tuple[ArrayPlace, ...]
+    arrays: tuple[ArrayTemplate, ...]
     structure: Any
-    scales: tuple[np.ndarray, ArrayPlace] | None
+    scales: tuple[np.ndarray, ArrayTemplate] | None
 
     @classmethod
-    def of(cls, cache: KVCache) -> "CacheTemplate":
+    def from_cache(cls, cache: KVCache) -> "CacheTemplate":
         """Returns the template of a cache whose arrays exist."""
         arrays, structure = jax.tree.flatten(dataclasses.replace(cache, scales=None))
         scales = None
         if cache.scales is not None:
-            scales = np.array(cache.scales), ArrayPlace.of(cache.scales)
-        return cls(tuple(map(ArrayPlace.of, arrays)), structure, scales)
+            scales = np.array(cache.scales), ArrayTemplate.from_array(cache.scales)
+        return cls(tuple(map(ArrayTemplate.from_array, arrays)), structure, scales)
 
     def make(self) -> KVCache:
-        """Returns an empty cache, for which jax compiles no step again."""
-        cache = jax.tree.unflatten(self.structure, [place.zeros() for place in self.places])
+        """Returns an empty cache; jax compiles no step again for it."""
+        cache = jax.tree.unflatten(self.structure, [array.zeros() for array in self.arrays])
         if self.scales is None:
             return cache
-        scales, place = self.scales
-        with place.as_default():
-            made = copied(scales, place.sharding if place.committed else None)
-        return dataclasses.replace(cache, scales=made)
+        scales, template = self.scales
+        with template.as_default():
+            device = template.sharding if template.committed else None
+            return dataclasses.replace(cache, scales=copy_to(scales, device))

@@ -10,14 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.block_tables import TableEntries, append_block_ids, gather_batch, report
-from jaxkv._src.cache import (
-    LOST_UPLOAD,
-    REPEATED_UPLOAD,
-    KVCache,
-    StepBatch,
-    check_cache,
-    check_layout,
-)
+from jaxkv._src.cache import CacheFlags, KVCache, StepBatch, check_cache, check_layout
 from jaxkv._src.internal.checks import check_choice, check_int32, check_kind
 from jaxkv._src.internal.indexing import bit
 from jaxkv._src.internal.numbers import INT32_MAX
@@ -41,8 +34,8 @@ def apply_step(
             ...
 
     Call it inside your own jitted step, where it costs least. Pass ``cache`` and ``upload`` to that
-    step as arguments; never close over them. The options keep XLA from saving memory that it
-    believes a donated pool to take (`jaxkv.step`).
+    step as arguments; never close over them. The options keep XLA from counting a donated
+    pool more than once (`jaxkv.step`).
 
     Args:
       cache: as the previous step returned it.
@@ -131,7 +124,7 @@ def _apply(
 def _entries(parts: dict[str, Array]) -> TableEntries:
     return TableEntries(
         rows=parts["entry_rows"],
-        columns=parts["entry_columns"],
+        logical_blocks=parts["entry_logical_blocks"],
         block_ids=parts["entry_ids"],
         ends=parts["entry_ends"],
         changed_rows=parts["changed_rows"],
@@ -146,8 +139,8 @@ def _check_number(cache: KVCache, number: Array) -> Array:
     follow any other number.
     """
     last = jnp.where(cache.status[1] == INT32_MAX, 0, cache.status[1])
-    problems = bit(LOST_UPLOAD, number > last + 1)
-    return problems | bit(REPEATED_UPLOAD, (number > 0) & (number <= last))
+    problems = bit(CacheFlags.LOST_UPLOAD, number > last + 1)
+    return problems | bit(CacheFlags.REPEATED_UPLOAD, (number > 0) & (number <= last))
 
 
 def _next_status(status: Array, number: Array) -> Array:

@@ -1,5 +1,7 @@
 """`StepContext`, a step as a model sees it."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
@@ -7,35 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int32, PyTree, Shaped
 
 from jaxkv._src.attention import attend
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_flag, check_int32
 from jaxkv._src.internal.indexing import take
+from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.internal.text import shown
 from jaxkv._src.pool import read_state, write_state
 from jaxkv._src.recurrent import gated_delta, linear_attention, mamba2, short_conv
 from jaxkv._src.step._apply import apply_step
+from jaxkv._src.step._record import StepRecord
 from jaxkv._src.uploads import Upload
-from pallas_kernels import Implementation
-
-IN_A_SCAN = (
-    "carry the step through the function that uses it, and go on with the one that comes back: "
-    "(step, x), _ = jax.lax.scan(body, (step, x), xs)"
-)
-
-
-class _Record:
-    """The calls of one step so far, shared by all copies of its context.
-
-    written: layers that the step has written.
-    calls: number of calls that changed the cache.
-    """
-
-    def __init__(self) -> None:
-        self.written: set[str] = set()
-        self.calls = 0
-        self.has_ended = False
+from pallas_kernels import Implementation, RowPacking
 
 
 @jax.tree_util.register_pytree_node_class
@@ -68,8 +55,8 @@ class StepContext:
         cache: KVCache,
         upload: Upload,
         *,
-        token_ids: Array | None = None,
-        newest_tokens: Array | None = None,
+        token_ids: Int32[Array, "*tokens"] | None = None,
+        newest_tokens: Int32[Array, "newest"] | None = None,
         implementation: Implementation | None = None,
     ):
         """Brings the cache up to date with the step; see `jaxkv.apply_step`.
@@ -78,8 +65,8 @@ class StepContext:
           cache: as the previous step returned it.
           upload: from `BlockManager.step`.
           token_ids: int32[T] or [B, T / B]; None: the first T of the upload's ``extra``.
-          newest_tokens: int32[N], tokens that earlier steps drew: the id ``-1 - i`` stands for
-            the i-th of them, so that tokens need not pass through the host. None: ids are as given.
+          newest_tokens: int32[N], tokens that earlier steps sampled: the id ``-1 - i`` stands
+            for the i-th of them, so that tokens stay on the device. None: ids are as given.
           implementation: as for `jaxkv.apply_step`.
 
         Raises:
@@ -91,20 +78,20 @@ class StepContext:
             check_int32(newest_tokens=newest_tokens)
             newest = take(newest_tokens, -1 - self._token_ids)
             self._token_ids = jnp.where(self._token_ids < 0, newest, self._token_ids)
-        self._record, self._calls = _Record(), 0
+        self._record, self._calls = StepRecord(self._cache.layout), 0
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Hashable]:
+    def tree_flatten(self) -> tuple[tuple[KVCache, StepBatch, Array], Hashable]:
         return (self._cache, self._batch, self._token_ids), self._record
 
     @classmethod
-    def tree_unflatten(cls, record: _Record, children: Sequence[Any]) -> Self:
+    def tree_unflatten(cls, record: StepRecord, children: tuple[KVCache, StepBatch, Array]) -> Self:
         new = object.__new__(cls)
         new._cache, new._batch, new._token_ids = children
         new._record, new._calls = record, record.calls
         return new
 
     def __repr__(self) -> str:
-        return f"StepContext({self._batch.shape!r}, {len(self._record.written)} layers written)"
+        return f"StepContext({self._batch.shape!r}, {self._record})"
 
     # --- tokens -------------------------------------------------------------------
 
@@ -114,17 +101,17 @@ class StepContext:
         return self._batch
 
     @property
-    def token_ids(self) -> Array:
+    def token_ids(self) -> Int32[Array, "*tokens"]:
         """int32[T] or [B, T / B], the tokens to compute; any id for padding."""
         return self._token_ids
 
     @property
-    def positions(self) -> Array:
+    def positions(self) -> Int32[Array, "*tokens"]:
         """int32[T] or [B, T / B], the position of each token in its request; -1 for padding."""
         return self._batch.positions
 
     @property
-    def last_tokens(self) -> Array:
+    def last_tokens(self) -> Int32[Array, "requests"]:
         """int32[B], index of each request's last token; see `StepBatch.last_tokens`."""
         return self._batch.last_tokens
 
@@ -133,20 +120,22 @@ class StepContext:
     def attend(
         self,
         layer: str,
-        queries: Array,
-        keys: Array | None = None,
-        values: Array | None = None,
+        queries: Float[Array, "*tokens heads key_size"],
+        keys: Float[Array, "... key_size"] | None = None,
+        values: Float[Array, "*tokens kv_heads value_size"] | None = None,
         *,
         write: bool = True,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
+        row_packing: RowPacking | None = None,
         layer_index: LayerIndex = None,
-        **options: Any,
-    ) -> Array:
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "*tokens heads value_size"]:
         """Writes keys and values into a layer and attends; see `jaxkv.attend`.
 
         Args:
-          layer, queries, keys, values, period: as for `jaxkv.attend`.
           write: False, together with no keys, attends to a layer that this step does not write.
-          options: other arguments of `jaxkv.attend`, by name.
 
         Returns:
           The output, with the leading axes of ``queries``.
@@ -157,51 +146,146 @@ class StepContext:
         """
         check_flag(write=write)
         if keys is None and write and values is None:
-            self._check_readable(layer, layer_index)
-        options |= {"layer_index": layer_index, "writes": keys is not None}
-        return self._call(attend, layer, queries, keys, values, features=2, **options)
+            self._record.check_readable(layer, layer_index)
+        function = functools.partial(
+            attend,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            row_packing=row_packing,
+            layer_index=layer_index,
+            implementation=implementation,
+        )
+        arrays, writes = (queries, keys, values), keys is not None
+        return self._call(
+            function, layer, *arrays, features=2, layer_index=layer_index, writes=writes
+        )
 
     def gated_delta(
-        self, layer: str, qkv: Array, log_decay: Array, beta: Array, **options: Any
-    ) -> Array:
+        self,
+        layer: str,
+        qkv: Float[Array, "*tokens channels"],
+        log_decay: Float[Array, "*tokens value_heads"]
+        | Float[Array, "*tokens value_heads key_size"],
+        beta: Float[Array, "*tokens value_heads"],
+        *,
+        conv_weights: Float[Array, "width channels"],
+        num_key_heads: int,
+        conv_bias: Float[Array, "channels"] | None = None,
+        scale: float | None = None,
+        layer_index: LayerIndex = None,
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "*tokens value_heads value_size"]:
         """Runs the gated delta rule over a layer's states; see `jaxkv.gated_delta`."""
-        return self._call(gated_delta, layer, qkv, log_decay, beta, features=1, **options)
+        function = functools.partial(
+            gated_delta,
+            conv_weights=conv_weights,
+            num_key_heads=num_key_heads,
+            conv_bias=conv_bias,
+            scale=scale,
+            layer_index=layer_index,
+            implementation=implementation,
+        )
+        arrays = qkv, log_decay, beta
+        return self._call(function, layer, *arrays, features=1, layer_index=layer_index)
 
     def mamba2(
-        self, layer: str, xbc: Array, log_decay: Array, steps: Array, **options: Any
-    ) -> Array:
+        self,
+        layer: str,
+        xbc: Float[Array, "*tokens channels"],
+        log_decay: Float[Array, "*tokens heads"],
+        steps: Float[Array, "*tokens heads"],
+        *,
+        conv_weights: Float[Array, "width channels"],
+        num_groups: int,
+        conv_bias: Float[Array, "channels"] | None = None,
+        layer_index: LayerIndex = None,
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "*tokens heads value_size"]:
         """Runs Mamba-2 over a layer's states; see `jaxkv.mamba2`."""
-        return self._call(mamba2, layer, xbc, log_decay, steps, features=1, **options)
+        function = functools.partial(
+            mamba2,
+            conv_weights=conv_weights,
+            num_groups=num_groups,
+            conv_bias=conv_bias,
+            layer_index=layer_index,
+            implementation=implementation,
+        )
+        arrays = xbc, log_decay, steps
+        return self._call(function, layer, *arrays, features=1, layer_index=layer_index)
 
-    def linear_attention(self, layer: str, qkv: Array, log_decay: Array, **options: Any) -> Array:
+    def linear_attention(
+        self,
+        layer: str,
+        qkv: Float[Array, "*tokens channels"],
+        log_decay: Float[Array, "*tokens value_heads"] | Float[Array, "value_heads"],
+        *,
+        num_key_heads: int | None = None,
+        scale: float = 1.0,
+        layer_index: LayerIndex = None,
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "*tokens value_heads value_size"]:
         """Runs linear attention with decay over states; see `jaxkv.linear_attention`."""
-        return self._call(linear_attention, layer, qkv, log_decay, features=1, **options)
+        function = functools.partial(
+            linear_attention,
+            num_key_heads=num_key_heads,
+            scale=scale,
+            layer_index=layer_index,
+            implementation=implementation,
+        )
+        return self._call(function, layer, qkv, log_decay, features=1, layer_index=layer_index)
 
-    def short_conv(self, layer: str, inputs: Array, **options: Any) -> Array:
+    def short_conv(
+        self,
+        layer: str,
+        inputs: Float[Array, "*tokens channels"],
+        *,
+        conv_weights: Float[Array, "width channels"],
+        conv_bias: Float[Array, "channels"] | None = None,
+        silu: bool = False,
+        layer_index: LayerIndex = None,
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "*tokens channels"]:
         """Runs a causal convolution over a layer's last inputs; see `jaxkv.short_conv`."""
-        return self._call(short_conv, layer, inputs, features=1, **options)
+        function = functools.partial(
+            short_conv,
+            conv_weights=conv_weights,
+            conv_bias=conv_bias,
+            silu=silu,
+            layer_index=layer_index,
+            implementation=implementation,
+        )
+        return self._call(function, layer, inputs, features=1, layer_index=layer_index)
 
     def read_state(
-        self, layer: str, *, at: Array | None = None, layer_index: LayerIndex = None
-    ) -> tuple[Array, ...]:
+        self,
+        layer: str,
+        *,
+        at: Int32[Array, "requests"] | None = None,
+        layer_index: LayerIndex = None,
+    ) -> tuple[Shaped[Array, "requests ..."], ...]:
         """Reads the state that each request resumes from; see `jaxkv.read_state`."""
-        return self._call(read_state, layer, at=at, layer_index=layer_index)
+        return self._call(functools.partial(read_state, at=at, layer_index=layer_index), layer)
 
     def write_state(
         self,
         layer: str,
-        arrays: Sequence[Array],
+        arrays: Sequence[Shaped[Array, "requests ..."]],
         *,
-        at: Array | None = None,
+        at: Int32[Array, "requests"] | None = None,
         layer_index: LayerIndex = None,
-        **options: Any,
+        implementation: Implementation | None = None,
     ) -> None:
         """Writes a state per request; see `jaxkv.write_state`. With ``at``, more than once."""
-        options |= {"at": at, "layer_index": layer_index}
-        self._call(write_state, layer, arrays, again=at is not None, **options)
+        function = functools.partial(
+            write_state, at=at, layer_index=layer_index, implementation=implementation
+        )
+        self._call(function, layer, arrays, layer_index=layer_index, again=at is not None)
 
-    def call(self, function: Callable[..., Any], layer: str, *arrays: Any, **options: Any) -> Any:
-        """Calls ``function(cache, layer, batch, *arrays, **options)`` and keeps its cache.
+    def call(
+        self, function: Callable[..., PyTree], layer: str, *arrays: PyTree, **options: object
+    ) -> PyTree:
+        """Calls ``function(cache, layer, batch, *arrays, **options)``, and goes on with its cache.
 
         For other functions of jaxkv and your own: ``step.call(jaxkv.write_rows, layer, rows)``.
 
@@ -213,7 +297,20 @@ class StepContext:
         """
         if not callable(function):
             raise TypeError(f"function must be a function of a cache, got {shown(function)}")
-        return self._call(function, layer, *arrays, **options)
+        index: Any = options.get("layer_index")
+        return self._call(functools.partial(function, **options), layer, *arrays, layer_index=index)
+
+    def skip_ended(self) -> Bool[Array, "requests"]:
+        """Makes requests whose last token id is negative write nothing, and returns which they are.
+
+        For several steps in one program: a sampled token of -1 in ``newest_tokens`` ends its
+        request. Call it before the layers.
+        """
+        has_ended = take(self._token_ids.reshape(-1), self._batch.last_tokens) < 0
+        ids = jnp.where(has_ended[:, None], NULL_BLOCK, self._batch.block_ids)
+        self._batch = dataclasses.replace(self._batch, block_ids=ids)
+        self._token_ids = jnp.maximum(self._token_ids, 0)
+        return has_ended
 
     def done(self) -> KVCache:
         """Ends the step, and returns the next cache.
@@ -221,42 +318,30 @@ class StepContext:
         Raises:
           ValueError: a layer of the plan was never written, or the step has ended before.
         """
-        self._check_current("done()")
-        growths, layout = self._cache.layout.growths, self._cache.layout
-        missing = [
-            name
-            for name in layout.layer_numbers
-            if name not in self._record.written
-            and growths[layout.placement_of(name).group].stores != "encoder"
-        ]
-        if missing:
-            raise ValueError(
-                f"the step ends, and it never wrote {_some(missing)}: the model calls each layer "
-                "of the plan once; leave layers out of the plan that the model does not have"
-            )
-        self._record.has_ended = True
+        self._record.check_current("done()", self._calls, self._cache.status)
+        self._record.end()
         return self._cache
-
-    # --- checks -------------------------------------------------------------------
 
     def _call(
         self,
         function: Callable[..., Any],
         layer: str,
         *arrays: Any,
+        layer_index: LayerIndex = None,
         features: int | None = None,
         writes: bool = True,
         again: bool = False,
-        **options: Any,
     ) -> Any:
-        """Calls a layer, keeps its cache, and returns its output.
+        """Calls a layer, stores the returned cache, and returns the output.
 
         Args:
-          features: axes of the first array after those of the tokens, if arrays have any of these.
+          layer_index: as the function has it.
+          features: axes of the first array after the axes of tokens; None: it has no such axes.
+          writes, again: whether the call writes the layer, and may write it another time.
         """
-        self._check_current(f"layer={layer!r}")
+        self._record.check_current(f"layer={layer!r}", self._calls, self._cache.status)
         given, restore = _without_batch_axis(self._batch, features, arrays)
-        result = function(self._cache, layer, self._batch, *given, **options)
+        result = function(self._cache, layer, self._batch, *given)
         pair = result if isinstance(result, tuple) else (result, None)
         if not pair or not isinstance(pair[0], KVCache):
             return restore(result)
@@ -264,52 +349,8 @@ class StepContext:
         self._record.calls += 1
         self._calls = self._record.calls
         if writes:
-            self._note_written(layer, options.get("layer_index"), again=again)
+            self._record.note_written(layer, layer_index, again=again)
         return restore(out)
-
-    def _note_written(self, layer: str, layer_index: LayerIndex, *, again: bool) -> None:
-        layers, is_known = self._layers(layer, layer_index)
-        if is_known and not again and layers[0] in self._record.written:
-            raise ValueError(
-                f"layer={layers[0]!r} is written twice in one step: each layer of the model needs "
-                "a name of its own"
-            )
-        self._record.written.update(layers)
-
-    def _layers(self, layer: str, layer_index: LayerIndex) -> tuple[tuple[str, ...], bool]:
-        """Returns the layers that a call may write, and whether it is certain to write them."""
-        if layer_index is None:
-            return (layer,), True
-        layers = self._cache.stacked_layers(layer)
-        if isinstance(layer_index, jax.core.Tracer):
-            return layers, False
-        return layers[int(layer_index) :][:1] or layers, True
-
-    def _check_readable(self, layer: str, layer_index: LayerIndex) -> None:
-        layout = self._cache.layout
-        is_encoder = layout.growths[layout.placement_of(layer).group].stores == "encoder"
-        if is_encoder or layout.owner_of(layer) in self._record.written:
-            return
-        if self._layers(layer, layer_index)[0][0] not in self._record.written:
-            raise ValueError(
-                f"layer={layer!r} is read and this step has not written it: pass keys and values, "
-                "or write=False to attend to earlier tokens only"
-            )
-
-    def _check_current(self, what: str) -> None:
-        if self._record.has_ended:
-            raise ValueError(f"{what}: this step has ended; make a StepContext of the next upload")
-        if self._calls != self._record.calls:
-            raise ValueError(
-                f"{what}: a copy of this step has written since, in a scan or in a jit of its own; "
-                f"{IN_A_SCAN}; a forward function returns (logits, step) then"
-            )
-        here = self._cache.status + 0  # jax has no public name for the trace that runs
-        if getattr(here, "_trace", None) is not getattr(self._cache.status, "_trace", None):
-            raise ValueError(
-                f"{what}: this step is used in a scan or a jit that it was not passed to; "
-                f"{IN_A_SCAN}"
-            )
 
 
 def _token_ids(batch: StepBatch, token_ids: Array | np.ndarray | None) -> Array:
@@ -337,8 +378,3 @@ def _without_batch_axis(
     if not is_batched or first.shape[0] != 1:
         return arrays, lambda out: out
     return tuple(x if x is None else x[0] for x in arrays), lambda out: out[None]
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(map(repr, names[:3]))
-    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} other layers"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Int32
 
 from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_kind, check_positive
@@ -57,15 +58,15 @@ class UploadRing(Unique):
             )
         self._depth, self._device = depth, device
         self._buffers: dict[StepShape, _Buffers] = {}
-        self._open: _Buffers | None = None  # whose buffer was handed out and not sealed yet
+        self._open: _Buffers | None = None  # whose buffer was returned and not flushed yet
 
     def __repr__(self) -> str:
         return f"UploadRing({len(self._buffers)} shapes, depth {self._depth})"
 
-    def buffer(self, shape: StepShape) -> np.ndarray:
+    def buffer(self, shape: StepShape) -> Int32[np.ndarray, "ints"]:
         """Returns the next buffer of a shape, int32[shape.format.size], once it is free.
 
-        A buffer that is not sealed is the next one again.
+        A buffer that was not flushed is the next one again.
         """
         check_kind(StepShape, shape=shape)
         buffers = self._buffers.get(shape)
@@ -76,10 +77,10 @@ class UploadRing(Unique):
         self._open = buffers
         return view
 
-    def flush(self) -> Array:
+    def flush(self) -> Int32[Array, "ints"]:
         """Returns the last buffer as an array in host memory, which `apply_step` copies."""
         if self._open is None:
-            raise RuntimeError("seal was called before buffer; call buffer(shape) first")
+            raise RuntimeError("flush was called before buffer; call buffer(shape) first")
         buffers, self._open = self._open, None
         return buffers.send()
 
@@ -103,8 +104,8 @@ class _Buffers:
         ]
         self._views = _views(self._parts[0])
         self._part, self._turn = 0, 0
-        places = {array.unsafe_buffer_pointer() for part in self._parts for array in part}
-        if len(places) < self.PARTS * depth:
+        addresses = {array.unsafe_buffer_pointer() for part in self._parts for array in part}
+        if len(addresses) < self.PARTS * depth:
             raise NotImplementedError(
                 f"device={device} gives two buffers the same memory; call step without a ring"
             )

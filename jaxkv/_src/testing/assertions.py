@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxkv._src.testing._extra import extra
 
@@ -18,11 +19,11 @@ with extra():
 
 
 def assert_in_place(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., PyTree],
+    *args: PyTree,
     donate_argnums: int | Sequence[int] = (0,),
     max_temp_bytes: int | None = None,
-) -> Any:
+) -> PyTree:
     """Fails unless ``fn``, jitted and donating, works on the donated buffers themselves.
 
     Three things must hold. The lowered program promises each donated array to an output;
@@ -106,7 +107,7 @@ def _describe(arrays: Sequence[jax.Array]) -> str:
     return ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
 
 
-def assert_same_bytes(got: Any, expected: Any) -> None:
+def assert_same_bytes(got: PyTree, expected: PyTree) -> None:
     """Fails unless two trees agree in structure, shapes, dtypes and every byte.
 
     Stricter than ``chex.assert_trees_all_equal``: NaN of two payloads differ, so do 0.0 and
@@ -130,7 +131,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def assert_unchanged(tree: Any) -> Generator[None]:
+def assert_unchanged(tree: PyTree) -> Generator[None]:
     """Wraps code that must leave the arrays of a tree alone: same bytes, not donated.
 
     ::

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jaxkv._src.cache import BAD_BLOCK_ID, BAD_LOGICAL_BLOCK, NO_BLOCK
+from jaxkv._src.cache import CacheFlags
 from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
@@ -56,19 +56,20 @@ class ReferenceTables:
         for (group, row, column), block_id in cells.items():
             known = 0 <= block_id < self.plan.num_blocks
             inside = column < len(self.cells[group][row])
-            self.flags |= (0 if known else BAD_BLOCK_ID) | (0 if inside else BAD_LOGICAL_BLOCK)
+            self.flags |= 0 if known else CacheFlags.BAD_BLOCK_ID
+            self.flags |= 0 if inside else CacheFlags.BAD_LOGICAL_BLOCK
             if inside:
                 self.cells[group][row][column] = block_id if known else 0
         for (group, row), length in lengths.items():
             fits = length <= len(self.cells[group][row])
-            self.flags |= 0 if fits else BAD_LOGICAL_BLOCK
+            self.flags |= 0 if fits else CacheFlags.BAD_LOGICAL_BLOCK
             self.lengths[group][row] = length if fits else 0
 
     def row(self, group: int, row: int) -> list[int]:
         """Returns the columns of a row that are in use."""
         return self.cells[group][row][: self.lengths[group][row]]
 
-    def columns(
+    def logical_blocks(
         self, group: int, computed: int, total: int, encoder_tokens: int = 0
     ) -> list[int | None]:
         """Returns the columns that a step of one request lists, in order; None: no column."""
@@ -97,10 +98,10 @@ class ReferenceTables:
         parts = self.specs[group].block_size // self.kernel_block_sizes[group]
         ids = self.row(group, row)
         listed: list[int] = []
-        for column in self.columns(group, computed, total, encoder_tokens):
+        for column in self.logical_blocks(group, computed, total, encoder_tokens):
             block_id = ids[column] if column is not None and column < len(ids) else 0
             if column is not None and not block_id:
-                self.flags |= NO_BLOCK
+                self.flags |= CacheFlags.NO_BLOCK
             listed += [block_id * parts + part if block_id else 0 for part in range(parts)]
         return listed
 

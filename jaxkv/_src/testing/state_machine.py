@@ -8,7 +8,6 @@ subclass writes.
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.planning import Plan
@@ -79,7 +78,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     # --- rules --------------------------------------------------------------------
 
     @initialize(target=requests, count=st.integers(0, 7), prompts=st.booleans())
-    def begin(self, count: int, prompts: bool = False) -> Any:
+    def begin(self, count: int, prompts: bool = False) -> object:
         """An empty cache and up to ``1 + count`` requests, with prompts or without."""
         if not isinstance(getattr(self, "plan", None), Plan):
             raise TypeError(f"set plan in {type(self).__name__}, to what plan_cache returned")
@@ -142,7 +141,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.computed.values()))
     @rule(target=requests, request=consumes(requests), again=st.booleans())
-    def finish_request(self, request: int, again: bool) -> Any:
+    def finish_request(self, request: int, again: bool) -> object:
         """It gives its blocks back; ``again``: it was preempted, and computes its tokens anew."""
         if again:
             return self._restart(request)
@@ -151,7 +150,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
 
     @precondition(lambda self: self._prefixes())
     @rule(target=requests, which=st.integers(0, 15))
-    def fork_request(self, which: int) -> Any:
+    def fork_request(self, which: int) -> object:
         """A request starts with the tokens of another one."""
         prefixes = self._prefixes()
         donor, length = prefixes[which % len(prefixes)]

@@ -1,6 +1,8 @@
 """The integers of a step in one array, and the static sizes that it is padded to. No jax."""
 
-from jaxkv._src.uploads._format import (
+from jaxkv._src.uploads._pack import TableEntry, list_entries, pack_step
+from jaxkv._src.uploads._shape import Ring, StepShape, Upload, register_upload
+from jaxkv._src.uploads._write import (
     Batch,
     Ints,
     as_int32,
@@ -9,8 +11,6 @@ from jaxkv._src.uploads._format import (
     write_batch,
     write_copies,
 )
-from jaxkv._src.uploads._pack import TableEntry, list_entries, pack_step
-from jaxkv._src.uploads._shape import Ring, StepShape, Upload, register_upload
 
 __all__ = [
     "Batch",

@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxkv._src.internal.checks import check_count, check_kind
 from jaxkv._src.internal.text import shown
-from jaxkv._src.uploads._format import (
+from jaxkv._src.uploads._shape import StepShape, Upload
+from jaxkv._src.uploads._write import (
     Batch,
     Entries,
     Ints,
@@ -18,7 +19,6 @@ from jaxkv._src.uploads._format import (
     write_batch,
     write_copies,
 )
-from jaxkv._src.uploads._shape import StepShape, Upload
 
 MAX_SHOWN = 8  # ids of a group that a repr shows
 
@@ -27,9 +27,9 @@ class TableEntry(NamedTuple):
     """Block ids to write into one row of the block tables.
 
     row: index of the row.
-    block_ids: per group, the ids of consecutive columns.
-    starts: per group, the column of the first id, which is the number of ids that the row has
-      there already. None: 0 everywhere, so that the ids replace the row.
+    block_ids: per group, the ids of consecutive logical blocks.
+    starts: per group, the logical block of the first id, which is the number of ids that the row
+      has there already. None: 0 everywhere, so that the ids replace the row.
     """
 
     row: int
@@ -68,7 +68,7 @@ def pack_step(
 
     Args:
       shape: the sizes to pad to.
-      entries: block ids to write; a later entry for a cell replaces an earlier one.
+      entries: block ids to write; a later one for the same logical block replaces an earlier one.
       rows, num_computed_tokens, num_new_tokens: per request of the batch, its table row, its
         tokens in the cache, and the tokens that the step computes.
       zero_ids: per group, fresh blocks to zero before anything is written; None: none.
@@ -88,7 +88,7 @@ def pack_step(
     groups = len(shape.growths)
     listed = list_entries(entries, groups, shape.max_requests)
     zeroed = [as_int32("zero_ids", ids) for ids in _by_group("zero_ids", zero_ids, groups)]
-    moved = [
+    copied = [
         (group, *pair)
         for group, pairs in enumerate(_by_group("copies", copies, groups))
         for pair in _pairs(pairs).tolist()
@@ -115,23 +115,23 @@ def pack_step(
             f"accepted_tokens={accepted.tolist()} must be from 0 to num_computed_tokens="
             f"{computed.tolist()}"
         )
-    rows_told = max(batch.rows.size, listed.changed_rows.size)
+    num_rows = max(batch.rows.size, listed.changed_rows.size)
     longest = int((computed.astype(np.int64) + batch.counts).max(initial=0))
-    told = listed.ids.size, sum(ids.size for ids in zeroed), len(moved)
-    check_fits(shape, (rows_told, batch.num_tokens, batch.longest, longest, own.size, *told))
+    changes = listed.ids.size, sum(ids.size for ids in zeroed), len(copied)
+    check_fits(shape, (num_rows, batch.num_tokens, batch.longest, longest, own.size, *changes))
     data = np.empty(shape.format.size, np.int32)
     write_batch(shape, data, batch, computed, encoder, accepted, own)
     put(shape, data, changed_rows=listed.changed_rows, row_lengths=listed.row_lengths.T.reshape(-1))
-    parts = zip(("rows", "columns", "ids", "ends"), listed, strict=False)
+    parts = zip(("rows", "logical_blocks", "ids", "ends"), listed, strict=False)
     put(shape, data, **{f"entry_{name}": part for name, part in parts})
     ends = np.cumsum([ids.size for ids in zeroed])
     put(shape, data, zero_ids=np.concatenate(zeroed), zero_ends=ends)
-    write_copies(shape, data, moved)
+    write_copies(shape, data, copied)
     return Upload(data=data, shape=shape)
 
 
 def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) -> Entries:
-    """Returns the cells of all entries, each once, and the new lengths of their rows.
+    """Returns the logical blocks of all entries, each once, and the new lengths of their rows.
 
     Raises:
       ValueError: an entry does not fit the tables; the message names its row.
@@ -163,15 +163,15 @@ def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) 
             raise ValueError(f"entries: row={row} is not in 0..{max_requests - 1}")
         lengths[row] = [start + len(new) for start, new in zip(starts, ids, strict=True)]
         for group, (start, new) in enumerate(zip(starts, ids, strict=True)):
-            for column, block_id in enumerate(new, start):
-                cells[group, row, column] = block_id
+            for logical_block, block_id in enumerate(new, start):
+                cells[group, row, logical_block] = block_id
     ordered = sorted(cells)
     flat = as_int32("entries", [*itertools.chain.from_iterable(ordered)])
-    group, row, column = flat.reshape(-1, 3).T
+    group, row, logical_block = flat.reshape(-1, 3).T
     row_lengths = as_int32("starts", [*itertools.chain.from_iterable(lengths.values())])
     return Entries(
         row,
-        column,
+        logical_block,
         as_int32("block_ids", [cells[cell] for cell in ordered]),
         group.searchsorted(np.arange(groups), "right"),
         np.array(list(lengths), np.int32),
@@ -218,4 +218,4 @@ def _batch(shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.
         raise ValueError(
             f"num_new_tokens must be at least 1, got {counts.min()}; leave such requests out"
         )
-    return Batch.of(rows, counts)
+    return Batch.from_counts(rows, counts)

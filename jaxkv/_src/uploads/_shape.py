@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import sys
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxkv._src.internal.checks import (
     check_at_most,
@@ -19,6 +20,12 @@ from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.specs import Growth
 from jaxkv._src.uploads._format import BY_GROUP, UploadFormat
+
+if TYPE_CHECKING:
+    from jax import Array
+
+SIZES = ("batch_size", "max_tokens", "max_query_len", "max_seq_len")  # of a `StepShape`
+SIZES += ("extra", "block_ids", "zero_ids", "block_copies")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +45,9 @@ class StepShape:
     max_requests: rows of the block tables, as given to `make_cache` and `BlockManager`.
     batch_size: requests of a step.
     max_tokens: tokens of a step, over all its requests.
-    tokens_per_request: columns of a rectangular ``[B, tokens_per_request]`` batch; None: the
+    tokens_per_request: width of a rectangular ``[B, tokens_per_request]`` batch; None: the
       tokens of a batch lie end to end.
-    max_query_len: tokens of one request in a step. If it is 1, token i of a flat batch is that of
+    max_query_len: tokens of one request in a step. If it is 1, token i of a flat batch belongs to
       request i.
     max_seq_len: tokens of one request after a step.
     max_encoder_tokens: encoder tokens of one request.
@@ -48,7 +55,7 @@ class StepShape:
     zero_ids: fresh blocks that a step zeroes, over all groups.
     block_copies: blocks that a step copies, over all groups.
     extra: int32s of your own that travel with the step (token ids, say).
-    shared_prefixes: groups of requests whose common blocks are read once; 0: all read their own.
+    shared_prefixes: groups of requests that read common blocks once; 0: all read their own.
     token_ids: whether the first of these are an id for each token of the step, so that a step with
       fewer is refused, or with others than its prompts have.
     reproducible: whether the bits that `attend` returns for a token depend on its request alone.
@@ -157,11 +164,11 @@ class StepShape:
           extra: integers of your own that travel with the upload.
           shared_prefixes: groups of requests that `attend` may take together, if the shape is of
             ``max_query_len=1``. Requests that begin with the same blocks, after a fork or because a
-            prompt begins with what the cache holds, read those once for a whole group, in full
-            attention and latent rows. The manager chooses the groups, for each step by the tokens
-            that it saves: a request is in one group at most, a beginning has 256 tokens or more,
-            and all together save an eighth of what the step would read; otherwise, and in uploads
-            of `pack_step`, there are none. 0: every request reads its own.
+            prompt begins with cached tokens, read those once for a whole group, in full attention
+            and latent vectors. The manager chooses the groups of each step by the tokens that they
+            save: a request is in one group at most, a shared prefix has 256 tokens or more, and
+            all together save an eighth of what the step would read; otherwise, and in uploads of
+            `pack_step`, there are none. 0: every request reads its own.
           token_ids: whether the first of these are the token ids; see `StepShape`.
           reproducible: True: the bits that `attend` returns for a token do not depend on the other
             requests of its step, on rows and block ids, nor on how its prompt was cut into chunks,
@@ -207,7 +214,7 @@ class StepShape:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of a step's table, per group; see `StepBatch.kernel_block_tables`."""
+        """Logical blocks in a step's table, per group; see `StepBatch.kernel_block_tables`."""
         longest = cdiv(self.max_seq_len, self.context_parallel)
         query = self.max_query_len
         return tuple(
@@ -217,7 +224,13 @@ class StepShape:
     @functools.cached_property
     def format(self) -> UploadFormat:
         """Offsets of a step's integers in its upload."""
-        return UploadFormat(self)
+        sizes = (field.name for field in dataclasses.fields(UploadFormat))
+        return UploadFormat(**{name: getattr(self, name) for name in sizes})
+
+    @functools.cached_property
+    def largest_step(self) -> tuple[int, ...]:
+        """The largest step of the shape, in the order of `SIZES`."""
+        return tuple(getattr(self, name) for name in SIZES)
 
     def idle(self, ring: "Ring | None" = None) -> "Upload":
         """Returns the upload of a step without requests, to compile a step before serving.
@@ -241,7 +254,7 @@ class StepShape:
             if mine != wanted:
                 both = f"its {name} is {mine} and the {owner}'s {wanted}"
                 if name == "growths":
-                    both = "its groups hold other blocks"
+                    both = "its groups take other blocks"
                 raise ValueError(
                     f"the step shape was made for another plan than the {owner}: {both}; make "
                     "cache, manager and shapes from one plan, with one max_requests"
@@ -270,12 +283,12 @@ class StepShape:
 class Ring(Protocol):
     """A source of upload buffers, such as `jaxkv.UploadRing`."""
 
-    def buffer(self, shape: StepShape) -> np.ndarray:
+    def buffer(self, shape: StepShape) -> Int32[np.ndarray, "ints"]:
         """Returns int32[shape.format.size] to write a step into."""
         ...
 
-    def flush(self) -> Any:
-        """Returns the buffer that was handed out last, as the array that a step reads."""
+    def flush(self) -> "Int32[Array, 'ints']":
+        """Returns the last buffer as the array that a step reads."""
         ...
 
 
@@ -286,20 +299,20 @@ class Upload:
     data: int32[shape.format.size], NumPy or jax.
     """
 
-    data: Any  # int32[shape.format.size]
+    data: "Int32[np.ndarray | Array, 'ints']"
     shape: StepShape
 
     def __post_init__(self) -> None:
         register_upload()
 
-    def parts(self) -> dict[str, np.ndarray]:
+    def parts(self) -> dict[str, Int32[np.ndarray, "..."]]:
         """Returns the integers of the upload by name, without padding. Waits for the device.
 
         ``number`` counts the manager's uploads; it is negative in the first one after
         `BlockManager.reset`. Requests: ``request_rows``, ``num_computed_tokens``,
         ``query_start_loc``, ``encoder_lens``, ``accepted_tokens``, ``extra``. Groups that read
         common blocks together: ``prefix_members``, and of each group ``prefix_ends`` and
-        ``prefix_lens``. Table entries, ordered by group: ``entry_rows``, ``entry_columns``,
+        ``prefix_lens``. Table entries, ordered by group: ``entry_rows``, ``entry_logical_blocks``,
         ``entry_ids``, and the end of each group's entries, ``entry_ends``; ``changed_rows`` and
         their ``row_lengths``. Blocks, likewise ordered by group: ``zero_ids``, ``zero_ends``;
         ``copy_sources``, ``copy_destinations``, ``copy_ends``.

@@ -1,0 +1,62 @@
+"""Error flags that jitted functions set in a cache."""
+
+import enum
+
+
+class CacheFlags(enum.IntFlag):
+    """Errors of jitted functions, one bit each; `KVCache.error_flags` holds them as an int32.
+
+    A jitted function drops what it cannot do, and sets the flag until `jaxkv.check_errors` raises
+    it on the host as a `jaxkv.CacheError`, whose message explains each flag.
+    """
+
+    BAD_ROW = enum.auto()
+    BAD_BLOCK_ID = enum.auto()
+    BAD_LOGICAL_BLOCK = enum.auto()
+    NO_BLOCK = enum.auto()
+    TOO_LONG = enum.auto()
+    BAD_BATCH = enum.auto()
+    LOST_UPLOAD = enum.auto()
+    REPEATED_UPLOAD = enum.auto()
+    BAD_LAYER_INDEX = enum.auto()
+    STALE_BATCH = enum.auto()
+
+
+_REASONS = {
+    CacheFlags.BAD_ROW: "a row out of range",
+    CacheFlags.BAD_BLOCK_ID: "a block id outside the pool",
+    CacheFlags.BAD_LOGICAL_BLOCK: "more blocks for a row than the tables have for its group",
+    CacheFlags.NO_BLOCK: (
+        "a request lacks a block: the manager did not grow it, or an upload was lost"
+    ),
+    CacheFlags.TOO_LONG: "a request with more tokens than the step's shape allows",
+    CacheFlags.BAD_BATCH: (
+        "new tokens that are negative, more than the step's shape allows, or not where the step "
+        "looks for them"
+    ),
+    CacheFlags.LOST_UPLOAD: (
+        "an upload was lost: the numbers of two uploads in a row have a gap. Run every upload once "
+        "and in order, or call BlockManager.reset and compute all requests again"
+    ),
+    CacheFlags.REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
+    CacheFlags.BAD_LAYER_INDEX: "a layer_index beyond the layers of its group",
+    CacheFlags.STALE_BATCH: (
+        "a batch of another step than the cache's: go on with the cache that each call returns, "
+        "and with the batch that apply_step returned with it"
+    ),
+}
+
+
+class CacheError(RuntimeError):
+    """Errors that jitted functions recorded in a cache, raised by `check_errors`.
+
+    flags: `jaxkv.cache.CacheFlags`; the message explains each.
+    """
+
+    def __init__(self, flags: int):
+        self.flags = CacheFlags(flags)
+        reasons = "; ".join(_REASONS[flag] for flag in self.flags)
+        super().__init__(f"the device found errors: {reasons}")
+
+    def __reduce__(self):  # errors travel between the processes of a serving stack
+        return type(self), (int(self.flags),)
