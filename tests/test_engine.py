@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -108,6 +109,38 @@ def test_tokens_are_those_of_the_model_without_a_cache() -> None:
     assert_right(run(engine, requests), requests)
     assert engine.stats.preemptions > before.preemptions
     assert engine.stats.cached_tokens > before.cached_tokens
+
+
+def test_stats_count_what_was_served(monkeypatch) -> None:
+    engine, requests = make_engine(), random_requests(4, 12)
+    counts, before = Counter(), Counter(dataclasses.asdict(engine.stats))
+    step, start, schedule = engine.manager.step, engine._device.run, engine._scheduler.schedule
+
+    def packed(shape: jaxkv.StepShape, work: Any, **options: Any) -> Any:
+        num_tokens, last = sum(work.values()), schedules[-1]
+        counts.update(steps=1, computed_tokens=num_tokens)
+        counts.update(padded_tokens=shape.max_tokens - num_tokens, preemptions=len(last.preempted))
+        counts.update(cached_tokens=sum(hit.num_cached_tokens for hit in last.hits.values()))
+        return step(shape, work, **options)
+
+    def started(uploads: Any) -> Any:
+        assert len(engine._calls.in_flight) < 2, "the host is further ahead than a call"
+        counts.update(calls=1)
+        return start(uploads)
+
+    def chosen(**options: Any) -> Any:
+        schedules.append(schedule(**options))
+        return schedules[-1]
+
+    schedules: list[Any] = []
+    monkeypatch.setattr(engine._scheduler, "schedule", chosen)
+    monkeypatch.setattr(engine.manager, "step", packed)
+    monkeypatch.setattr(engine._device, "run", started)
+    outputs = run(engine, requests)
+    counts.update(prompt_tokens=sum(len(prompt) for prompt, _ in requests))
+    counts.update(sampled_tokens=sum(len(output.tokens) for output in outputs))
+    assert Counter(dataclasses.asdict(engine.stats)) - before == +counts
+    assert counts["preemptions"] and counts["cached_tokens"]
 
 
 def test_samples_of_a_long_prompt_start_in_one_step() -> None:

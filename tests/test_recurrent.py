@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxkv
-from jaxkv._src.pool._layer import placement_of
+from jaxkv._src.pool._layer import locate
 from jaxkv._src.recurrent import _layers
 from jaxkv._src.recurrent._heads import (
     Heads,
     by_rank,
     check_convolution,
     check_heads,
-    columns_of,
+    count_channels,
 )
 from jaxkv._src.recurrent._layers import _heads
 from tests.helpers import ON_GPU, needs_devices
@@ -443,9 +443,9 @@ def refuses(check: Any, *args: Any) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_rank_has_the_columns_of_its_heads_of_every_part(ranks: int) -> None:
+def test_each_rank_has_the_count_channels_its_heads_of_every_part(ranks: int) -> None:
     parts = Heads(1, 3), Heads(2, 1), Heads(4, 2), Heads(8, 1)
-    columns = np.arange(2 * columns_of(parts)).reshape(2, -1)
+    columns = np.arange(2 * count_channels(parts)).reshape(2, -1)
     wanted: list[int] = []
     for rank in range(ranks):
         begin = 0
@@ -550,7 +550,7 @@ def test_every_function_passes_on_which_layer_and_which_states_it_was_asked_for(
         run_layer(kind, cache, "layer.0", batch, inputs_of({}, {}, None), **options)
     place, implementation, conv = asked.value.args[0]
     assert implementation == "xla"
-    assert int(place) == placement_of(cache.layout, "layer.1").first
+    assert int(place) == locate(cache.layout, "layer.1").first
     if kind != "linear_attention":
         assert conv[0] is weights() and conv[1] is bias()
 

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 
 from tests.simulation import run_serving
-from tests.simulation.of_engine import run_engine
 from tests.simulation.plans import KINDS
 
 
@@ -19,17 +18,13 @@ def main() -> int:
     parser.add_argument("--offload", action="store_true", help="use host memory most of the time")
     parser.add_argument("--prefixes", action="store_true", help="find kept prefixes more often")
     parser.add_argument("--copies", action="store_true", help="share and copy blocks all the time")
-    parser.add_argument("--engine", action="store_true", help="serve by an engine")
     asked = parser.parse_args()
     seen, faults, seeds = Counter[str](), Counter[str](), dict[str, int]()
     began = time.perf_counter()
     for seed in range(asked.first, asked.first + asked.servings):
         try:
-            if asked.engine:
-                seen += run_engine(seed)
-            else:
-                which = {name: getattr(asked, name) for name in ("offload", "prefixes", "copies")}
-                seen += run_serving(seed, asked.kind, **which)
+            which = {name: getattr(asked, name) for name in ("offload", "prefixes", "copies")}
+            seen += run_serving(seed, asked.kind, **which)
         except AssertionError as error:
             if asked.servings == 1:
                 print(error)
