@@ -62,7 +62,7 @@ class QueryTiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How to cut the queries of a batch into tiles.
+    """The division of the queries of a batch into tiles.
 
     size: rows of a tile.
     align: every tile begins at a multiple of this among the flat tokens.
