@@ -1,4 +1,4 @@
-"""What a `jaxkv.Engine` returns: an `Output` for each sample, and the `Stats` of its steps."""
+"""Results of a `jaxkv.Engine`: an `Output` for each sample, and the `Stats` of its steps."""
 
 from jaxkv._src.engine import Output, Stats
 

@@ -7,7 +7,7 @@ used.
 - `ReferenceTables`, `reference_copy_blocks`, `reference_write_rows`, `reference_zero_blocks`:
   tables and kernels, as lists and loops, to compare an implementation with, step by step.
 - `ReferenceCache`: the content that every request must read, to check a whole cache, however it is
-  made. A `Write` is one of its writes, and `place_in_row` says where an array of a layer begins.
+  made. A `Write` is one of its writes, and `locate_in_row` says where an array of a layer begins.
 - `count_compilations`, `assert_no_recompilation`: a steady state compiles nothing.
 - ``strategies``: specs, models, plans, table entries and more, for Hypothesis.
 - `CacheStateMachine`: drives a cache of your own; subclass it.
@@ -21,7 +21,7 @@ from jaxkv._src.testing.compilations import assert_no_recompilation as assert_no
 from jaxkv._src.testing.compilations import count_compilations as count_compilations
 from jaxkv._src.testing.reference_cache import ReferenceCache as ReferenceCache
 from jaxkv._src.testing.reference_cache import Write as Write
-from jaxkv._src.testing.reference_cache import place_in_row as place_in_row
+from jaxkv._src.testing.reference_cache import locate_in_row as locate_in_row
 from jaxkv._src.testing.reference_kernels import reference_copy_blocks as reference_copy_blocks
 from jaxkv._src.testing.reference_kernels import reference_write_rows as reference_write_rows
 from jaxkv._src.testing.reference_kernels import reference_zero_blocks as reference_zero_blocks
@@ -51,7 +51,7 @@ __all__ = [
     "assert_same_bytes",
     "assert_unchanged",
     "count_compilations",
-    "place_in_row",
+    "locate_in_row",
     "reference_copy_blocks",
     "reference_write_rows",
     "reference_zero_blocks",

@@ -67,7 +67,7 @@ TestToyCache = ToyMachine.TestCase
         ("ForgetsToZero", "which nobody wrote"),
         ("FreesTwice", "was refused blocks, and something changed"),
         ("WritesPadding", "the null block was written"),
-        ("WritesIntoSharedBlocks", "two may hold what a fork shares until one of them writes"),
+        ("WritesIntoSharedBlocks", "two may share what a fork shares until one of them writes"),
     ],
 )
 def test_planted_bugs_are_found(bug, message):

@@ -117,7 +117,7 @@ GUIDE = "\n".join([path.read_text() for path in GUIDES] + [str(jaxkv.__doc__)])
 
 
 def docstrings(name: str) -> str:
-    """What a public name, or module, and its methods say."""
+    """Returns the docstrings of a public name, or module, and of its methods."""
     value = EVERY.get(name) or sys.modules[name]
     methods = vars(value).values() if inspect.isclass(value) else ()
     is_own = inspect.ismodule(value) or isinstance(value, type) or inspect.isroutine(value)

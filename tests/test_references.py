@@ -30,7 +30,7 @@ from jaxkv._src.uploads import TableEntry
 from jaxkv.testing import (
     ReferenceCache,
     ReferenceTables,
-    place_in_row,
+    locate_in_row,
     reference_copy_blocks,
     reference_write_rows,
     reference_zero_blocks,
@@ -174,7 +174,7 @@ def test_what_requests_write_lands_within_their_rows_and_must_be_read_again(
             place = plan.layout.placement_of(layer)
             assert computed <= positions[0] and positions[-1] < total
             for position, row in zip(positions.tolist(), rows, strict=True):
-                column, offset = place_in_row(place.spec, position)
+                column, offset = locate_in_row(place.spec, position)
                 assert 0 <= column < plan.row_blocks[place.group]
                 assert 0 <= offset <= place.spec.data_bytes - len(row)
             if not isinstance(place.spec, StateSpec):
@@ -189,7 +189,7 @@ def test_what_requests_write_lands_within_their_rows_and_must_be_read_again(
             if column < len(pages) and pages[column].any():
                 wrong = pages.copy()
                 wrong[column] ^= 1
-                assert f"column {column} has" in problem(wrong, unwritten_reads_zero=False)
+                assert f"logical block {column} has" in problem(wrong, unwritten_reads_zero=False)
 
 
 def test_a_state_that_somebody_reads_as_keys_is_nan() -> None:
@@ -213,7 +213,7 @@ def test_nan_in_any_array_of_a_state_is_found() -> None:
             wrong = pages.copy()
             wrong[0, at : at + itemsize].view(jnp.dtype(dtype))[:] = np.nan
             problem = cache.find_problem("r", "state", [0], wrong, unwritten_reads_zero=False)
-            assert problem == "column 0 reads as NaN, and no request wrote that"
+            assert problem == "logical block 0 reads as NaN, and no request wrote that"
 
 
 def test_forks_may_share_a_block_until_one_of_them_writes_into_it() -> None:
@@ -284,7 +284,9 @@ def test_a_state_is_not_set_back_past_the_newest_that_a_block_holds() -> None:
     cache.start("r"), cache.write("r", 0, 4), cache.write("r", 4, 7)
     cache.rewind("r", 4)
     cache.write("r", 3, 7)
-    with pytest.raises(AssertionError, match="set back to 6 tokens, and the state in column 1"):
+    with pytest.raises(
+        AssertionError, match="set back to 6 tokens, and the state in logical block 1"
+    ):
         cache.rewind("r", 6)
 
 
@@ -304,10 +306,10 @@ def test_a_state_is_set_back_to_where_a_block_or_a_draft_keeps_it(cache_mode, dr
 
 def test_layers_without_rows_of_their_own_have_no_place() -> None:
     with pytest.raises(TypeError, match="stores neither tokens nor a state"):
-        place_in_row(EncoderOnlySpec(), 0)
-    assert place_in_row(MLASpec(block_size=8, head_size=4, compress_ratio=4), 13) == (1, 8)
+        locate_in_row(EncoderOnlySpec(), 0)
+    assert locate_in_row(MLASpec(block_size=8, head_size=4, compress_ratio=4), 13) == (1, 8)
     with pytest.raises(ValueError, match="position must be at least 0, got -1"):
-        place_in_row(FULL, -1)
+        locate_in_row(FULL, -1)
 
 
 def test_references_of_other_seeds_write_other_bytes() -> None:

@@ -323,6 +323,8 @@ def kinds(annotation: Any) -> list[Any]:
         return kinds(annotation.__value__)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [kind for part in typing.get_args(annotation) for kind in kinds(part)]
+    if hasattr(annotation, "array_type"):  # of jaxtyping
+        return kinds(annotation.array_type)
     return [typing.get_origin(annotation) or annotation]
 
 

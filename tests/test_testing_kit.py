@@ -270,8 +270,8 @@ def copy_nothing(cache: ToyCache, shared: int) -> int:
     ("message", "bug"),
     [
         ("some leaked", {"finish": lambda cache, r: cache.give_back(cache.tables.pop(r)[1:])}),
-        ("is held by request .* and by request|freed twice", {"take_block": hand_out_twice}),
-        ("blocks are free and .* held, of 10: freed twice", {"finish": give_back_twice}),
+        ("belongs to request .* and to request|freed twice", {"take_block": hand_out_twice}),
+        ("blocks are free and .* allocated, of 10: freed twice", {"finish": give_back_twice}),
         ("9 blocks are free at the start; the plan", {"make_free": lambda _, n: list(range(2, n))}),
         ("11 blocks are free at the start; the plan", {"make_free": lambda _, n: list(range(n))}),
         (
@@ -283,7 +283,7 @@ def copy_nothing(cache: ToyCache, shared: int) -> int:
         ("which the request wrote as", {"write": write_one_token_too_far}),
         ("reads as NaN, and no request wrote that", {"take_block": start_as_nan}),
         (
-            "freed twice|is held by|something changed",
+            "freed twice|belongs to request|something changed",
             {
                 "fork": lambda cache, r, d, n: (
                     cache.tables.update({r: cache.tables[d][: -(-n // 4)]}) or True
@@ -291,7 +291,7 @@ def copy_nothing(cache: ToyCache, shared: int) -> int:
             },
         ),
         (
-            "is held by request .* two may hold what a fork shares until",
+            "belongs to request .* two may share what a fork shares until",
             {"fork": lambda cache, r, d, n: ToyCache.fork(cache, r, d, 4 * len(cache.tables[d]))},
         ),
         ("which the request wrote as", {"copy_block": copy_nothing}),
@@ -474,7 +474,9 @@ def test_a_partial_block_that_is_kept_and_written_is_found(has_bug, monkeypatch)
         monkeypatch.setattr(BlockPool, "must_copy", copy_only_kept_states(None))
     machine = Prompts()
     machine.begin(count=0)
-    wanted = pytest.raises(AssertionError, match=r"'full': column 0 has .* the request wrote as")
+    wanted = pytest.raises(
+        AssertionError, match=r"'full': logical block 0 has .* the request wrote as"
+    )
     for request, after in enumerate(([1, 0], [0, 0], [1, 0, 1]), start=2):
         machine._start_prompt(request, [0, 1, 0, 1, 0, *after], None)
         with wanted if has_bug and request == 4 else contextlib.nullcontext():
@@ -557,7 +559,7 @@ def test_a_fork_shares_a_block_in_its_own_column_and_group_only(ids, is_bug: boo
     machine.reference = ReferenceCache(plan)
     machine.reference.start(1), machine.reference.write(1, 0, 8)
     machine.reference.fork(2, 1, 8)
-    wanted = pytest.raises(AssertionError, match="two may hold what a fork shares")
+    wanted = pytest.raises(AssertionError, match="two may share what a fork shares")
     with wanted if is_bug else contextlib.nullcontext():
         machine.blocks_are_free_or_held_once()
 

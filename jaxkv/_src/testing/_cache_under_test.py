@@ -30,9 +30,9 @@ class CacheUnderTest:
     def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
         """Gives a request the blocks to compute its tokens up to ``num_tokens``.
 
-        It then has to hold, for each ``group`` of ``plan.groups``, a block in every column of
+        It then needs, for each ``group`` of ``plan.groups``, a block for every logical block of
         ``group.growth.live_blocks(num_computed_tokens, num_tokens)``. With windows and chunks
-        these leave out old columns: you may give their blocks back.
+        these leave out old logical blocks: you may give their blocks back.
 
         Raises:
           out_of_blocks: too few are free, and nothing was changed.
@@ -48,7 +48,7 @@ class CacheUnderTest:
         raise NotImplementedError("write finish in your subclass")
 
     def num_free_blocks(self) -> int:
-        """Returns the blocks that can be handed out, those that only keep a prefix included."""
+        """Returns the number of blocks that can be allocated, including cached ones."""
         raise NotImplementedError("write num_free_blocks in your subclass")
 
     def block_ids(self, request: int) -> Sequence[Sequence[int]]:
@@ -56,11 +56,11 @@ class CacheUnderTest:
         raise NotImplementedError("write block_ids in your subclass")
 
     def read_pages(self, request: int, layer: str) -> np.ndarray:
-        """Returns uint8[W, data_bytes]: the request's pages of a layer, by column of its row.
+        """Returns uint8[W, data_bytes]: the request's pages of a layer, by logical block.
 
         Read them the way that your attention reads them, for the next token of the request. A
         page has the rows of its tokens one after the other, as `write` was given them, in
-        whatever order your pool keeps them; `jaxkv.testing.place_in_row` says where each begins.
+        whatever order your pool keeps them; `jaxkv.testing.locate_in_row` says where each begins.
         Columns that it does not hold may be anything.
         """
         raise NotImplementedError("write read_pages in your subclass")
@@ -93,12 +93,12 @@ class CacheUnderTest:
     def chunk_end(self, request: int, num_computed_tokens: int, num_tokens: int) -> int:
         """Returns where the next chunk of a request ends, at most ``num_tokens`` (optional).
 
-        Asked before `grow`, so that states can be kept where other prompts may go on.
+        Called before `grow`, so that states can be cached where other prompts may go on.
         """
         return num_tokens
 
     def new_epoch(self) -> None:
-        """Lets later prompts share nothing that was computed so far (optional)."""
+        """Discards what later prompts could share (optional)."""
         raise NotImplementedError("write new_epoch in your subclass")
 
     def fork(self, request: int, donor: int, num_tokens: int) -> bool:

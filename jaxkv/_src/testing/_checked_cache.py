@@ -41,16 +41,16 @@ class CheckedCache(CacheUnderTest):
 
     @invariant()
     def blocks_are_free_or_held_once(self) -> None:
-        holders: dict[int, tuple[int, int, int]] = {}  # block -> request, group, column
+        holders: dict[int, tuple[int, int, int]] = {}  # block -> request, group, logical block
         for request in self.computed:
             for group, ids in enumerate(self._rows(request)):
-                for column, block_id in enumerate(ids):
+                for logical_block, block_id in enumerate(ids):
                     if block_id != NULL_BLOCK:
-                        self._check_holder(block_id, (request, group, column), holders)
+                        self._check_holder(block_id, (request, group, logical_block), holders)
         free = self.num_free_blocks()
         if free + len(holders) != self._usable_blocks:
             raise AssertionError(
-                f"{free} blocks are free and {len(holders)} held, of {self._usable_blocks}: "
+                f"{free} blocks are free and {len(holders)} allocated, of {self._usable_blocks}: "
                 + ("some leaked" if free + len(holders) < self._usable_blocks else "freed twice")
             )
 
@@ -88,7 +88,7 @@ class CheckedCache(CacheUnderTest):
         alike = other[0] != holder[0] and other[1:] == holder[1:]
         if not (alike and self.reference.share(*holder[1:], other[0], holder[0])):
             raise AssertionError(
-                f"block {block_id} is held by {_name(other)} and by {_name(holder)}; two may hold "
+                f"block {block_id} belongs to {_name(other)} and to {_name(holder)}; two may share "
                 "what a fork shares until one of them writes into it, and what equal prompts wrote"
             )
 
@@ -96,11 +96,11 @@ class CheckedCache(CacheUnderTest):
         """Checks that a request holds the blocks to compute its tokens up to ``total``.
 
         Returns:
-          Their columns, per group.
+          Their logical blocks, per group.
         """
         rows = self._rows(request)
         growths = [group.growth for group in self.plan.groups]
-        live = [needed_columns(growth, computed, total) for growth in growths]
+        live = [needed_blocks(growth, computed, total) for growth in growths]
         if request in self.texts.running:  # of a shared prefix, a request holds no earlier states
             firsts = [_first_held(growth, computed) for growth in growths]
             live = [[i for i in of if i >= at] for at, of in zip(firsts, live, strict=True)]
@@ -114,7 +114,7 @@ class CheckedCache(CacheUnderTest):
         return live
 
     def _check_content(self, request: int, live: Sequence[Sequence[int]]) -> None:
-        """Checks what a request reads from its live columns, given per group."""
+        """Checks what a request reads from its live logical blocks, given per group."""
         for layer, place in self.reference.layers.items():
             pages = np.asarray(self.read_pages(request, layer))
             wanted = max(live[place.group], default=-1) + 1, place.spec.data_bytes
@@ -122,7 +122,7 @@ class CheckedCache(CacheUnderTest):
             if pages.dtype != np.uint8 or not fits:
                 raise ValueError(
                     f"read_pages gave {pages.dtype}{list(pages.shape)} for layer {layer!r}; "
-                    f"wanted uint8{list(wanted)}, or more columns"
+                    f"wanted uint8{list(wanted)}, or more logical blocks"
                 )
             problem = self.reference.find_problem(
                 request,
@@ -138,8 +138,8 @@ class CheckedCache(CacheUnderTest):
                 )
 
 
-def needed_columns(growth: Growth, computed: int, total: int) -> Sequence[int]:
-    """Returns the columns that a request needs for its tokens up to ``total``.
+def needed_blocks(growth: Growth, computed: int, total: int) -> Sequence[int]:
+    """Returns the logical blocks that a request needs for its tokens up to ``total``.
 
     At rest that is the state to resume from, without blocks for drafts.
     """
@@ -150,13 +150,13 @@ def needed_columns(growth: Growth, computed: int, total: int) -> Sequence[int]:
 
 
 def _first_held(growth: Growth, computed: int) -> int:
-    """Returns the first column that a request holds after a prefix that it found."""
+    """Returns the first logical block that a request holds after a prefix that it found."""
     is_state = growth.stores == "state" and computed > 0
     return int(growth.live_range(computed, computed + 1).source) if is_state else 0
 
 
 def _name(holder: tuple[int, int, int]) -> str:
-    return "request {} (group {}, column {})".format(*holder)
+    return "request {} (group {}, logical block {})".format(*holder)
 
 
 def _raw(array: np.ndarray) -> np.ndarray:

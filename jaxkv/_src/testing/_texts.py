@@ -15,7 +15,7 @@ class Text:
 
     namespace: epoch and salt.
     tokens: those that are known, computed or not.
-    num_prompt_tokens: those of them that the request was started with.
+    num_prompt_tokens: tokens that the request was started with.
     """
 
     namespace: tuple[int, str | None]
@@ -71,7 +71,7 @@ class Texts:
             text.num_prompt_tokens = min(text.num_prompt_tokens, num_tokens)
 
     def first(self, request: int, num_tokens: int) -> list[int]:
-        """Returns the first tokens, of which those that are not known are generated."""
+        """Returns the first tokens, and generates those that are not known."""
         if request not in self.running:
             return []
         tokens = self.running[request].tokens
@@ -87,5 +87,5 @@ class Texts:
         return text
 
     def begin_epoch(self) -> None:
-        """Lets what is started from here on agree with nothing that was started before."""
+        """Starts afresh: later prompts agree with no earlier one."""
         self.epoch, self.num_ended = self.epoch + 1, 0

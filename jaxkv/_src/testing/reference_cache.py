@@ -40,12 +40,12 @@ class Write(NamedTuple):
 
 
 class _Pages(NamedTuple):
-    """A request's part of one layer, by column of its row."""
+    """A request's part of one layer, by logical block."""
 
     data: np.ndarray  # uint8[W, data_bytes]
     written: np.ndarray  # bool[W, data_bytes]
     rejected: np.ndarray  # bool[W, data_bytes], written for drafts that were rejected
-    tokens: np.ndarray  # int64[W], those that the state in each column has seen
+    tokens: np.ndarray  # int64[W], those that the state in each logical block has seen
 
 
 class ReferenceCache:
@@ -100,9 +100,9 @@ class ReferenceCache:
 
     def _forget_the_rest(self, pages: _Pages, spec: LayerSpec, num_tokens: int) -> None:
         """Expects anything in the rest of a block: others may have filled it up."""
-        column, after = divmod(num_tokens, spec.block_size)
+        logical_block, after = divmod(num_tokens, spec.block_size)
         if after and not isinstance(spec, StateSpec):
-            pages.rejected[column] |= ~pages.written[column]
+            pages.rejected[logical_block] |= ~pages.written[logical_block]
 
     def fork(self, request: Hashable, donor: Hashable, num_tokens: int) -> None:
         """Begins a cache with another's first tokens, and its states."""
@@ -149,11 +149,11 @@ class ReferenceCache:
         positions = _row_positions(spec, computed, len(tokens))
         rows = self._rows_of(request, layer, positions, tokens)
         for position, row in zip(positions.tolist(), rows, strict=True):
-            column, offset = place_in_row(spec, position)
-            pages.data[column, offset : offset + len(row)] = row
-            pages.written[column, offset : offset + len(row)] = True
-            pages.rejected[column, offset : offset + len(row)] = False
-            pages.tokens[column] = position + 1
+            logical_block, offset = locate_in_row(spec, position)
+            pages.data[logical_block, offset : offset + len(row)] = row
+            pages.written[logical_block, offset : offset + len(row)] = True
+            pages.rejected[logical_block, offset : offset + len(row)] = False
+            pages.tokens[logical_block] = position + 1
         return Write(request, layer, positions, rows)
 
     def _rows_of(
@@ -185,25 +185,26 @@ class ReferenceCache:
             if not isinstance(place.spec, StateSpec):
                 self._reject(pages, place.spec, num_tokens, reached)
                 continue
-            column, _ = place_in_row(place.spec, max(num_tokens - 1, 0))
+            logical_block, _ = locate_in_row(place.spec, max(num_tokens - 1, 0))
             past_drafts = reached - num_tokens > place.spec.speculative_blocks
-            if num_tokens and past_drafts and pages.tokens[column] != num_tokens:
+            if num_tokens and past_drafts and pages.tokens[logical_block] != num_tokens:
                 raise AssertionError(
                     f"request {request}, layer {layer!r} was set back to {num_tokens} tokens, "
-                    f"and the state in column {column} has seen {pages.tokens[column]}"
+                    f"and the state in logical block {logical_block} has seen "
+                    f"{pages.tokens[logical_block]}"
                 )
             later = pages.tokens > num_tokens
-            later[column] = False
+            later[logical_block] = False
             pages.rejected[later] |= pages.written[later]
             pages.written[later] = False
 
     def _reject(self, pages: _Pages, spec: LayerSpec, kept: int, reached: int) -> None:
-        """Forgets the rows of which no token is kept: they read as anything but NaN."""
+        """Forgets the rows of rejected tokens: they read as anything but NaN."""
         rows = rows_per_block(spec)
         shared, row_bytes = spec.block_size // rows, spec.data_bytes // rows
         for position in range(cdiv(kept, shared) * shared, reached, shared):
-            column, offset = place_in_row(spec, position)
-            where = column, slice(offset, offset + row_bytes)
+            logical_block, offset = locate_in_row(spec, position)
+            where = logical_block, slice(offset, offset + row_bytes)
             pages.rejected[where] |= pages.written[where]
             pages.written[where] = False
 
@@ -218,15 +219,16 @@ class ReferenceCache:
             parts.append(elements.reshape(count, row_bytes))
         return np.concatenate(parts, axis=-1)
 
-    def share(self, group: int, column: int, first: Hashable, second: Hashable) -> bool:
+    def share(self, group: int, logical_block: int, first: Hashable, second: Hashable) -> bool:
         """Returns whether both requests may hold one block there: they wrote the same into it."""
         layers = [layer for layer, place in self.layers.items() if place.group == group]
         pairs = [(self._pages[first, layer], self._pages[second, layer]) for layer in layers]
-        return any((a.written | a.rejected)[column].any() for a, _ in pairs) and all(
+        return any((a.written | a.rejected)[logical_block].any() for a, _ in pairs) and all(
             (
-                a.rejected[column]
-                | b.rejected[column]
-                | (a.data[column] == b.data[column]) & (a.written[column] == b.written[column])
+                a.rejected[logical_block]
+                | b.rejected[logical_block]
+                | (a.data[logical_block] == b.data[logical_block])
+                & (a.written[logical_block] == b.written[logical_block])
             ).all()
             for a, b in pairs
         )
@@ -235,7 +237,7 @@ class ReferenceCache:
         self,
         request: Hashable,
         layer: str,
-        columns: Sequence[int],
+        logical_blocks: Sequence[int],
         pages: np.ndarray,
         *,
         unwritten_reads_zero: bool,
@@ -243,16 +245,18 @@ class ReferenceCache:
         """Returns what is wrong with the pages that a request reads of a layer; None: nothing.
 
         Args:
-          columns: of the request's row, those whose blocks the next token may read.
-          pages: uint8[W, data_bytes], what was read, by column of the row.
+          logical_blocks: the ones that the next token may read.
+          pages: uint8[W, data_bytes], what was read, by logical block of the row.
           unwritten_reads_zero: what the request did not write must read as zeros;
-            otherwise as anything but NaN, which attention multiplies by zero and keeps.
+            otherwise as anything but NaN, which attention does not mask.
         """
-        for column in columns:
-            mine, written, rejected = (part[column] for part in self._pages[request, layer][:3])
-            got = pages[column]
+        for logical_block in logical_blocks:
+            mine, written, rejected = (
+                part[logical_block] for part in self._pages[request, layer][:3]
+            )
+            got = pages[logical_block]
             if _has_nan(self.layers[layer].spec, got):
-                return f"column {column} reads as NaN, and no request wrote that"
+                return f"logical block {logical_block} reads as NaN, and no request wrote that"
             for wrong, what in (
                 (written & (got != mine), "which the request wrote as"),
                 (
@@ -263,24 +267,25 @@ class ReferenceCache:
                 if wrong.any():
                     at = int(wrong.argmax())
                     return (
-                        f"column {column} has {got[at]:#04x} at byte {at}, {what} {mine[at]:#04x}"
+                        f"logical block {logical_block} has {got[at]:#04x} at byte {at}, {what} "
+                        f"{mine[at]:#04x}"
                     )
         return None
 
 
-def place_in_row(spec: LayerSpec, position: int) -> tuple[int, int]:
-    """Returns the column of the request's row, and the byte of the page, where a token's row lies.
+def locate_in_row(spec: LayerSpec, position: int) -> tuple[int, int]:
+    """Returns the logical block, and the byte of its page, at which a token's row begins.
 
-    A state of ``cache_mode="none"`` stays in column 0.
+    A state of ``cache_mode="none"`` stays in logical block 0.
     """
     check_count(position=position)
     if isinstance(spec, StateSpec):
         return (0 if spec.cache_mode == "none" else position // spec.block_size), 0
     if not isinstance(spec, LayerSpec) or isinstance(spec, CrossAttentionSpec):
         raise TypeError(f"spec={shown(spec)} stores neither tokens nor a state")
-    column, token = divmod(position, spec.block_size)
+    logical_block, token = divmod(position, spec.block_size)
     rows = rows_per_block(spec)
-    return column, token * rows // spec.block_size * (spec.data_bytes // rows)
+    return logical_block, token * rows // spec.block_size * (spec.data_bytes // rows)
 
 
 def _row_positions(spec: LayerSpec, computed: int, total: int) -> np.ndarray:

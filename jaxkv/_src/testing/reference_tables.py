@@ -16,10 +16,10 @@ from jaxkv._src.uploads import TableEntry
 
 
 class ReferenceTables:
-    """The rows of every group, as lists of cells that keep what was last written into them.
+    """The rows of every group, as lists of cells, each with the last id written.
 
-    cells: per group and row, block ids by column.
-    lengths: per group and row, columns in use; those past them are leftovers.
+    cells: per group and row, block ids by logical block.
+    lengths: per group and row, logical blocks in use; ids past them are stale.
     flags: error flags of everything that was dropped, as `jaxkv.cache` names them.
     """
 
@@ -53,26 +53,26 @@ class ReferenceTables:
             for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True)):
                 lengths[group, row] = start + len(ids)
                 cells |= {(group, row, start + i): block_id for i, block_id in enumerate(ids)}
-        for (group, row, column), block_id in cells.items():
+        for (group, row, logical_block), block_id in cells.items():
             known = 0 <= block_id < self.plan.num_blocks
-            inside = column < len(self.cells[group][row])
+            inside = logical_block < len(self.cells[group][row])
             self.flags |= 0 if known else CacheFlags.BAD_BLOCK_ID
             self.flags |= 0 if inside else CacheFlags.BAD_LOGICAL_BLOCK
             if inside:
-                self.cells[group][row][column] = block_id if known else 0
+                self.cells[group][row][logical_block] = block_id if known else 0
         for (group, row), length in lengths.items():
             fits = length <= len(self.cells[group][row])
             self.flags |= 0 if fits else CacheFlags.BAD_LOGICAL_BLOCK
             self.lengths[group][row] = length if fits else 0
 
     def row(self, group: int, row: int) -> list[int]:
-        """Returns the columns of a row that are in use."""
+        """Returns the logical blocks of a row that are in use."""
         return self.cells[group][row][: self.lengths[group][row]]
 
     def logical_blocks(
         self, group: int, computed: int, total: int, encoder_tokens: int = 0
     ) -> list[int | None]:
-        """Returns the columns that a step of one request lists, in order; None: no column."""
+        """Returns the logical blocks that a step of one request lists, in order; None: none."""
         spec = self.specs[group]
         size = spec.block_size * self.plan.context_parallel
         if isinstance(spec, CrossAttentionSpec):
@@ -94,13 +94,15 @@ class ReferenceTables:
     def table(
         self, group: int, row: int, computed: int, total: int, encoder_tokens: int = 0
     ) -> list[int]:
-        """Returns the kernel blocks that a step of one request lists; null where none is held."""
+        """Returns the kernel blocks that a step of one request lists; null where one is missing."""
         parts = self.specs[group].block_size // self.kernel_block_sizes[group]
         ids = self.row(group, row)
         listed: list[int] = []
-        for column in self.logical_blocks(group, computed, total, encoder_tokens):
-            block_id = ids[column] if column is not None and column < len(ids) else 0
-            if column is not None and not block_id:
+        for logical_block in self.logical_blocks(group, computed, total, encoder_tokens):
+            block_id = (
+                ids[logical_block] if logical_block is not None and logical_block < len(ids) else 0
+            )
+            if logical_block is not None and not block_id:
                 self.flags |= CacheFlags.NO_BLOCK
             listed += [block_id * parts + part if block_id else 0 for part in range(parts)]
         return listed
@@ -108,18 +110,18 @@ class ReferenceTables:
     def slot(self, group: int, row: int, position: int) -> int:
         """Returns the slot of a token, found through its kernel block; -1 for none."""
         spec = self.specs[group]
-        place = self._own_place(position)
-        if isinstance(spec, StateSpec | CrossAttentionSpec) or place is None:
+        index = self._own_index(position)
+        if isinstance(spec, StateSpec | CrossAttentionSpec) or index is None:
             return -1
         ids = self.row(group, row)
-        column, offset = divmod(place, spec.block_size)
-        if column >= len(ids) or not ids[column]:
+        logical_block, offset = divmod(index, spec.block_size)
+        if logical_block >= len(ids) or not ids[logical_block]:
             return -1
         kernel = self.kernel_block_sizes[group]
         part, offset = divmod(offset, kernel)
-        return (ids[column] * (spec.block_size // kernel) + part) * kernel + offset
+        return (ids[logical_block] * (spec.block_size // kernel) + part) * kernel + offset
 
-    def _own_place(self, position: int) -> int | None:
+    def _own_index(self, position: int) -> int | None:
         """Returns how many earlier positions went to this rank; None: this one went elsewhere.
 
         Ranks take turns, of ``interleave_tokens`` positions each.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.planning import Plan
 from jaxkv._src.testing._cache_under_test import overrides
-from jaxkv._src.testing._checked_cache import CheckedCache, needed_columns
+from jaxkv._src.testing._checked_cache import CheckedCache, needed_blocks
 from jaxkv._src.testing._extra import extra
 from jaxkv._src.testing._texts import ALPHABET, Text, Texts
 from jaxkv._src.testing.reference_cache import ReferenceCache, Write
@@ -56,7 +56,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
       what the plan counts on and leaves out the null block;
     - *null block*: no request holds id 0, or an id out of range, where it needs a block,
       and the null block keeps its bytes;
-    - *aliasing*: two requests hold one block only in the same column, after a fork or with
+    - *aliasing*: two requests hold one block only in the same logical block, after a fork or with
       equal prompts, and until one of them writes something else into it;
     - *content*: every request reads, in all that its next token may read, what it wrote, and
       no NaN next to it; a prompt reads what the same tokens wrote under the same salt, in the
@@ -330,8 +330,8 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
             length
             for length in lengths
             if all(
-                ids[column] != NULL_BLOCK
+                ids[logical_block] != NULL_BLOCK
                 for group, ids in zip(self.plan.groups, rows, strict=True)
-                for column in needed_columns(group.growth, length, length)
+                for logical_block in needed_blocks(group.growth, length, length)
             )
         ]

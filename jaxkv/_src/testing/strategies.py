@@ -214,10 +214,10 @@ def table_entries(
     """
     rows = ids(max_requests)
     block_ids = ids(num_blocks, malformed=malformed)
-    columns = st.none() | st.lists(
+    logical_blocks = st.none() | st.lists(
         st.integers(0, max_start), min_size=num_groups, max_size=num_groups
     )
-    heads = draw(st.lists(st.tuples(rows, columns), max_size=max_entries))
+    heads = draw(st.lists(st.tuples(rows, logical_blocks), max_size=max_entries))
     if not heads:
         return []
     place = st.tuples(st.integers(0, len(heads) - 1), st.integers(0, num_groups - 1), block_ids)
