@@ -172,7 +172,11 @@ def test_the_kernel_and_xla_attend_alike(name: str, monkeypatch) -> None:
     [
         ({}, "float32", "queries are float32"),
         ({"head_size": 40}, "bfloat16", "keys are 40 wide"),
-        ({"head_size": 64, "value_size": 64}, "bfloat16", "latent rows are 64 wide and their valu"),
+        (
+            {"head_size": 64, "value_size": 64},
+            "bfloat16",
+            "latent vectors are 64 wide and their valu",
+        ),
         ({"page_bytes_padded": 4224}, "bfloat16", "pages, or the bytes between them, are not mult"),
     ],
 )
