@@ -27,7 +27,7 @@ timeout = {timeout}
 excluded-modules = []
 test-command = {command!r}
 distributor.name = "local"
-filters.git-filter.branch = "main"
+filters.git-filter.branch = "{base}"
 filters.operators-filter.exclude-operators = ["core/ReplaceBinaryOperator_BitOr_.*"] # int | None
 """
 
@@ -85,7 +85,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=int, default=300, help="seconds for each mutant")
     options = parser.parse_args()
-    changed = call("git", "diff", "--name-only", "main", "--", "jaxkv/_src", folder=ROOT).split()
+    base = call("git", "merge-base", "main", "HEAD", folder=ROOT)
+    changed = call("git", "diff", "--name-only", base, "--", "jaxkv/_src", folder=ROOT).split()
     modules = [name for name in changed if name.endswith(".py") and (ROOT / name).exists()]
     if options.packages:
         modules = [f"jaxkv/_src/{name}" for name in options.packages]
@@ -93,7 +94,7 @@ def main() -> int:
         sys.exit("nothing in jaxkv/_src differs from main; name --packages")
     copy_checkout()
     pytest = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {' '.join(options.tests)}"
-    config = CONFIG.format(modules=modules, timeout=options.timeout, command=pytest)
+    config = CONFIG.format(modules=modules, timeout=options.timeout, command=pytest, base=base)
     (COPY / "mutants.toml").write_text(config)
     try:
         call(*pytest.split())  # without a mutant
