@@ -79,7 +79,7 @@ class Changes(NamedTuple):
     shared: cells that get a new block in place of a shared or cached one.
     allocated: source, first and end of the rows after the step, see `RequestState`.
     needs_no_change_until: see `RequestState`.
-    sent: `RequestState.sent` of the rows after these changes; None if they leave it as it is.
+    synced: `RequestState.synced` of the rows after these changes; None if they leave it as it is.
     index: index of each row in the step.
     given_up: blocks whose content is no longer cached for later prompts.
     """
@@ -90,6 +90,6 @@ class Changes(NamedTuple):
     shared: Sequence[SharedCell]
     allocated: np.ndarray  # int64[3, G, N]
     needs_no_change_until: np.ndarray  # int64[N]
-    sent: np.ndarray | None  # int64[G, N]
+    synced: np.ndarray | None  # int64[G, N]
     index: np.ndarray  # int64[N]
     given_up: np.ndarray = NO_IDS

@@ -59,11 +59,11 @@ def _blocks_needed(state: RequestState, changes: Changes, shared: Sequence[Share
 
 def _with_shared(state: RequestState, changes: Changes, shared: Sequence[SharedCell]) -> Changes:
     """Adds cells that get a block of their own to changes; the device has to learn of them."""
-    sent = state.sent.take(changes.rows, axis=1) if changes.sent is None else changes.sent
+    synced = state.synced.take(changes.rows, axis=1) if changes.synced is None else changes.synced
     at = {row: i for i, row in enumerate(changes.rows.tolist())}
     for group, row, logical_block, *_ in shared:
-        sent[group, at[row]] = min(sent[group, at[row]], logical_block)
-    return changes._replace(shared=shared, sent=sent)
+        synced[group, at[row]] = min(synced[group, at[row]], logical_block)
+    return changes._replace(shared=shared, synced=synced)
 
 
 def _growth_of_rows(
@@ -86,20 +86,20 @@ def _growth_of_rows(
     if growth.has_windows:  # a released logical block never gets a block again
         np.maximum(first, growth.first_block(computed), out=first)
         dropped = Cells.between(rows, before[1], first)
-    fresh, sent = Cells.between(rows, before[2], end), None
+    fresh, synced = Cells.between(rows, before[2], end), None
     if aligned.size:
-        sent = state.sent.take(rows, axis=1)
+        synced = state.synced.take(rows, axis=1)
         after[:, aligned] = growth.aligned_range(computed, totals)
-        more, less = _aligned_changes(state, rows, before, after, sent)
+        more, less = _aligned_changes(state, rows, before, after, synced)
         fresh, dropped = Cells.joined([fresh, more]), Cells.joined([dropped, less])
     until = growth.needs_no_change_until(computed, after)
-    return Changes(rows, fresh, dropped, (), after, until, sent, index)
+    return Changes(rows, fresh, dropped, (), after, until, synced, index)
 
 
 def _aligned_changes(
-    state: RequestState, rows: np.ndarray, before: np.ndarray, after: np.ndarray, sent: np.ndarray
+    state: RequestState, rows: np.ndarray, before: np.ndarray, after: np.ndarray, synced: np.ndarray
 ) -> tuple[Cells, Cells]:
-    """Returns the fresh and the dropped cells of "align" states; lowers ``sent`` to the fresh ones.
+    """Returns fresh and dropped cells of "align" states; lowers ``synced`` to the fresh ones.
 
     A row holds the source and the newest states. Its logical blocks before and after the step are
     compared one by one, because a step that is shorter than its `grow` can move them back.
@@ -121,7 +121,7 @@ def _aligned_changes(
             index, at = only.nonzero()
             cells.append(Cells(np.full(index.size, group), rows[index], logical_blocks[index, at]))
             if cells is fresh:
-                np.minimum.at(sent[group], index, logical_blocks[index, at])
+                np.minimum.at(synced[group], index, logical_blocks[index, at])
     return Cells.joined(fresh), Cells.joined(dropped)
 
 

@@ -33,7 +33,7 @@ class RequestState:
     encoder_blocks: int64[G, R], the logical blocks of each request's encoder tokens.
     lost_ends: int64[G, R], the first end of a block of "all" states whose state may lie in the
       block of a draft instead of its own; 0: none does.
-    sent: int64[G, R], allocated logical blocks below this one are on the device as they are here.
+    synced: int64[G, R], allocated logical blocks below this one are on the device as they are here.
     is_stale: bool[R], whether a row has blocks that the device does not know.
     has_stale: whether any row is stale.
     unsynced_tokens: int64[R], computed tokens of a row that the device knows nothing of yet.
@@ -67,8 +67,8 @@ class RequestState:
         self.computed, self.max_computed, self.step_start = self._numbers[:3]
         self.needs_no_change_until, self.may_be_shared_until = self._numbers[3:5]
         self.encoder_tokens, self.unsynced_tokens = self._numbers[5:7]
-        self.encoder_blocks, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
-        self._synced = self.sent.reshape(-1)
+        self.encoder_blocks, self.synced, self.lost_ends = self._numbers[7:].reshape(3, *shape)
+        self._synced_by_group = self.synced.reshape(-1)
         self._in_each_group = np.arange(groups * max_requests).reshape(shape)
         self._row_begins = np.arange(max_requests) * self.table.shape[1]
         self.may_share = np.zeros(max_requests, bool)
@@ -180,9 +180,11 @@ class RequestState:
         self.may_share[rows] = self._shares_source(rows) if self.growth.aligned.size else False
         return ids
 
-    def mark_synced(self, rows: np.ndarray, sent: np.ndarray, is_stale: np.ndarray | bool) -> None:
+    def mark_synced(
+        self, rows: np.ndarray, synced: np.ndarray, is_stale: np.ndarray | bool
+    ) -> None:
         """Records what the device knows of rows, int64[G, N], and whether they are still stale."""
-        self._synced[self._in_groups(rows)] = sent.reshape(-1)
+        self._synced_by_group[self._in_groups(rows)] = synced.reshape(-1)
         if self.has_stale or is_stale is not False:
             self.is_stale[rows] = is_stale
             self.unsynced_tokens[rows] = 0
@@ -190,8 +192,8 @@ class RequestState:
 
     def mark_unsynced(self, changes: Changes) -> None:
         """Records that the device does not know of changes yet."""
-        if changes.sent is not None:
-            self.sent[:, changes.rows] = changes.sent
+        if changes.synced is not None:
+            self.synced[:, changes.rows] = changes.synced
         self.is_stale[changes.rows] = self.has_stale = True
 
     def trim(self, rows: np.ndarray) -> None:

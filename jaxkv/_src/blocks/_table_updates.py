@@ -1,7 +1,7 @@
 """TableUpdates of an upload for the device: table cells, zeroed and copied blocks. NumPy only.
 
 It carries the logical blocks that its own requests need and the device does not know, as
-`RequestState.sent` says. Blocks that other requests have taken wait until these compute.
+`RequestState.synced` says. Blocks that other requests have taken wait until these compute.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ class TableUpdates(NamedTuple):
 
     rows: rows of the step that change.
     cells: cells of those rows that the device does not have yet.
-    sent: `RequestState.sent` of the rows afterwards, which are their lengths on the device.
+    synced: `RequestState.synced` of the rows afterwards, which are their lengths on the device.
     is_stale: bool[E], or one for all: whether the rows have more blocks than the device knows then.
     num_zeroed, num_copied: blocks to zero and to copy.
     """
 
     rows: np.ndarray  # int64[E]
     cells: Cells
-    sent: np.ndarray  # int64[G, E]
+    synced: np.ndarray  # int64[G, E]
     is_stale: np.ndarray | bool = False
     num_zeroed: int = 0
     num_copied: int = 0
@@ -61,26 +61,26 @@ def _updates_of_rows(
         is_told[changes.index] = True
     index = is_told.nonzero()[0]
     rows, totals = rows[index], totals[index]
-    held, sent, shared = state.allocated(rows), state.sent.take(rows, axis=1), ()
+    held, synced, shared = state.allocated(rows), state.synced.take(rows, axis=1), ()
     if changes is not None:
         at, shared = index.searchsorted(changes.index), changes.shared
         held[:, :, at] = changes.allocated
-        if changes.sent is not None:
-            sent[:, at] = changes.sent
+        if changes.synced is not None:
+            synced[:, at] = changes.synced
     source, first, end = held
     needed = growth.end_block(totals)
     for groups in (growth.crossed, growth.aligned):
         if groups.size:  # these need all that they hold
             needed[groups] = end[groups]
-    cells = Cells.between(rows, np.maximum(first, sent), needed)
+    cells = Cells.between(rows, np.maximum(first, synced), needed)
     if growth.aligned.size:
-        groups, at = ((source < first) & (source >= sent)).nonzero()
+        groups, at = ((source < first) & (source >= synced)).nonzero()
         cells = Cells.joined([cells, Cells(groups, rows[at], source[groups, at])])
-    np.maximum(sent, needed, out=sent)
-    is_stale = (sent < end).any(axis=0)
+    np.maximum(synced, needed, out=synced)
+    is_stale = (synced < end).any(axis=0)
     num_zeroed = _num_zeroed(state, cells, changes) if state.zeroes else 0
     return TableUpdates(
-        rows, cells, sent, is_stale, num_zeroed, sum(cell.is_read for cell in shared)
+        rows, cells, synced, is_stale, num_zeroed, sum(cell.is_read for cell in shared)
     )
 
 
@@ -116,7 +116,7 @@ def _with_copies(state: RequestState, updates: TableUpdates | None) -> TableUpda
         (group, row, logical_block)
         for (group, row, logical_block, *_), new in copies
         if row not in told
-        and logical_block == state.sent[group, row]
+        and logical_block == state.synced[group, row]
         and state.logical_blocks_of(row, group)[logical_block] == new
     ]
     more = Cells(*np.array(cells, np.int64).reshape(-1, 3).T)
@@ -135,7 +135,7 @@ def write_updates(
     groups, rows, logical_blocks = cells = updates.cells
     ids = state.ids_at(cells) if taken is None else taken
     ends = state.group_ends(groups)
-    put(shape, data, changed_rows=updates.rows, row_lengths=updates.sent.T.reshape(-1))
+    put(shape, data, changed_rows=updates.rows, row_lengths=updates.synced.T.reshape(-1))
     if ids.size:
         put(
             shape,
@@ -158,5 +158,5 @@ def write_updates(
         copies = [(cell.group, cell.block_id, new) for cell, new in state.copies.pending]
         write_copies(shape, data, copies)
         state.copies.clear()
-        state.sent[groups, rows] = np.maximum(state.sent[groups, rows], logical_blocks + 1)
-    state.mark_synced(updates.rows, updates.sent, updates.is_stale)
+        state.synced[groups, rows] = np.maximum(state.synced[groups, rows], logical_blocks + 1)
+    state.mark_synced(updates.rows, updates.synced, updates.is_stale)
