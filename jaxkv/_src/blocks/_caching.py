@@ -1,4 +1,4 @@
-"""The prompts of rows, and the blocks of them that are cached for later prompts. No jax."""
+"""The prompts of rows, and their blocks that are cached for later prompts. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxkv._src.uploads import Batch, Ints
 
 
 class CachedPrompts:
-    """The prompts of rows, and the blocks of them that are cached.
+    """The prompts of rows, and their cached blocks.
 
     known: prompts with cached blocks.
     epoch: of prompts whose blocks may be cached.

@@ -21,7 +21,7 @@ class PendingCopies:
 
     @property
     def pending(self) -> list[tuple[SharedCell, int]]:
-        """The copies to make, by group, and the block of each: if still allocated."""
+        """The copies to make, by group, and the block of each, if it is still allocated."""
         new = np.array(list(self._of), np.int32)
         held = new[self._pool.references_of(new) > 0]
         return sorted((self._of[block_id], block_id) for block_id in held.tolist())

@@ -147,7 +147,7 @@ class BlockPool:
         self.uncache(self.on_evict(ids))
 
     def uncache(self, ids: np.ndarray) -> None:
-        """Makes evictable blocks plain free ones, because their content is no longer cached."""
+        """Makes evictable blocks of ``ids`` plain free ones; their content is no longer cached."""
         self._uncached.push(ids[self._evictable.remove(ids)])
 
     def touch(self, ids: np.ndarray) -> None:

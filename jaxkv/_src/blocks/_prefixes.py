@@ -1,4 +1,4 @@
-"""Prefix caching: caches the blocks of prompts, and finds them for later prompts. No jax."""
+"""Prefix caching: the blocks of prompts, and the search for them. No jax."""
 
 import functools
 from collections import Counter
@@ -42,10 +42,10 @@ from jaxkv._src.uploads import Ints
 
 
 class Prefixes:
-    """The prompts that the manager remembers, and the blocks that it caches of them.
+    """The prompts that the manager remembers, and their cached blocks.
 
     events: of blocks that are cached, evicted and cleared; None: nobody wants them.
-    cached: the prompts of rows, and the cached blocks of them.
+    cached: the prompts of rows, and their cached blocks.
     loads: from host memory.
     """
 
