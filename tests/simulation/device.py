@@ -169,9 +169,8 @@ class Device:
             self.lengths[row] = length
 
     def _write_entries(self, parts) -> None:
-        cells = list(
-            zip(*(parts[f"entry_{x}"].tolist() for x in ("rows", "columns", "ids")), strict=True)
-        )
+        names = "rows", "logical_blocks", "ids"
+        cells = list(zip(*(parts[f"entry_{name}"].tolist() for name in names), strict=True))
         begin, seen = 0, set()
         for group, end in enumerate(parts["entry_ends"].tolist()):
             for row, column, block in cells[begin:end]:
