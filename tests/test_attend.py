@@ -710,7 +710,7 @@ def test_rows_that_attend_does_not_understand_are_refused(what: str, spec: Layer
     [
         (cases.windows, ("x", QUERIES), {}, ValueError, "layer='x' has no cache here"),
         (cases.windows, (0, QUERIES), {}, TypeError, "layer must be the name of a layer, got 0"),
-        (cases.hybrid, ("state.0", QUERIES), {}, TypeError, "keeps states?, not tokens"),
+        (cases.hybrid, ("state.0", QUERIES), {}, TypeError, "stores states?, not tokens"),
         (cases.windows, ("full.0", QUERIES[1:]), {}, ValueError,
          r"queries has shape \(8, 4, 4\); layer 'full.0' and this batch want \(9, 'heads', 4\)"),
         (cases.windows, ("full.0", QUERIES[..., :3]), {}, ValueError, r"shape \(9, 4, 3\)"),

@@ -238,7 +238,7 @@ def test_what_is_traced_without_a_place_keeps_nothing(tmp_path: pathlib.Path) ->
 
 def test_a_folder_that_cannot_be_written_warns(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
-    with persist_in(place_in(tmp_path / "file")), pytest.warns(UserWarning, match="not kept"):
+    with persist_in(place_in(tmp_path / "file")), pytest.warns(UserWarning, match="not stored"):
         out = run_persistent(scaled, (X, X), by=(2,))
     assert jnp.array_equal(out[1][1], 2 * X)
 
