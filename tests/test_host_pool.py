@@ -334,11 +334,11 @@ def test_of_blocks_that_leave_together_those_that_were_used_last_are_kept(monkey
     assert [have for have, _ in served.found()] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
-class AdmissionBudget:
+class CheckedHostPool:
     """The blocks and the chunks of a `HostBlockPool`, by the rules in words."""
 
     def __init__(self, num_bytes: int):
-        self.room, self.num_bytes = _host_pool.HostBlockPool([4, 8], num_bytes, 2), num_bytes
+        self.pool, self.num_bytes = _host_pool.HostBlockPool([4, 8], num_bytes, 2), num_bytes
         self.sizes = 4, 8
         self.group: dict[int, int] = {}
         self.chunk: dict[int, int] = {}
@@ -356,7 +356,7 @@ class AdmissionBudget:
         return sum(bytes_of.values()) + sum(self.sizes[self.group[i]] for i in self.unsealed)
 
     def check(self) -> None:
-        room, ids = self.room, np.array(self.alive, np.int64)
+        room, ids = self.pool, np.array(self.alive, np.int64)
         assert room.alive.tolist() == sorted(self.alive)
         assert room.groups(ids).tolist() == [self.group[i] for i in self.alive]
         assert room.chunks(ids).tolist() == [self.chunk[i] for i in self.alive]
@@ -365,11 +365,11 @@ class AdmissionBudget:
         assert room.has_changed == bool(self.unsealed or self.dropped or self.leaving)
 
     def take(self, groups: list[int]) -> None:
-        ids = self.room.take(np.array(groups, np.int64)).tolist()
+        ids = self.pool.take(np.array(groups, np.int64)).tolist()
         assert len({*ids, *self.alive, *self.leaving}) == (
             len(ids) + len(self.alive) + len(self.leaving)
         )
-        assert not ids or 2 <= min(ids) <= max(ids) < 2 + self.room.num_ids
+        assert not ids or 2 <= min(ids) <= max(ids) < 2 + self.pool.num_ids
         self.group |= zip(ids, groups, strict=True)
         self.chunk |= dict.fromkeys(ids, _host_pool.UNFLUSHED)
         self.alive += ids
@@ -394,26 +394,26 @@ class AdmissionBudget:
         spared |= {number for number, count in self.pins.items() if count}
         number = next((n for n in self.chunks if n not in spared), None)
         gone = None if number is None else self.members(number)
-        assert self.room.oldest(spared) == gone
+        assert self.pool.oldest(spared) == gone
         self.let_go(gone or [])
 
     def touch(self, ids: list[int]) -> None:
-        self.room.touch(np.array(ids, np.int64))
+        self.pool.touch(np.array(ids, np.int64))
         for number in dict.fromkeys(self.chunk[i] for i in ids):
             if number in self.chunks:
                 self.chunks[number] = self.chunks.pop(number)
 
     def pin(self, number: int) -> None:
-        assert self.room.pin(number) == (number in self.chunks)
+        assert self.pool.pin(number) == (number in self.chunks)
         self.pins[number] += number in self.chunks
 
     def unpin(self, number: int) -> None:
-        self.room.unpin(number)
+        self.pool.unpin(number)
         self.pins[number] -= 1
         self.drop(number)
 
     def move(self, wanted: set[int]) -> None:
-        made = self.room.flush({i: 100 + i for i in self.unsealed}, wanted)
+        made = self.pool.flush({i: 100 + i for i in self.unsealed}, wanted)
         stored = [i for i in self.unsealed if i in self.alive or i in wanted]
         self.unsealed.clear()
         for chunk in made:
@@ -431,7 +431,7 @@ class AdmissionBudget:
             assert [i - 100 for part in of_group for i in part.tolist()] == ids
             fewest = len(ids) // 16 + len(ids) % 16 // 4 + len(ids) % 4
             assert len(of_group) == fewest, "more chunks than needed"
-        assert self.room.settle() == tuple(self.dropped)
+        assert self.pool.settle() == tuple(self.dropped)
         self.dropped.clear()
         self.leaving.clear()
 
@@ -439,7 +439,7 @@ class AdmissionBudget:
 def test_host_room_equals_its_rules_after_every_call() -> None:
     for seed in range(40):
         draw = random.Random(seed)
-        of = AdmissionBudget(draw.choice([8, 41, 400]))
+        of = CheckedHostPool(draw.choice([8, 41, 400]))
         for _ in range(60):
             what = draw.choice(
                 ["take", "take", "release", "oldest", "touch", "pin", "unpin", "move"]

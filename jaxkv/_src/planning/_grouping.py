@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from jaxkv._src.internal.checks import check_choice, check_kind
 from jaxkv._src.internal.numbers import cdiv
@@ -32,7 +32,7 @@ def make_groups(
     layers: Layers,
     *,
     grouping: Grouping = "auto",
-    cost: Callable[[Sequence[Group]], Any] | None = None,
+    cost: Callable[[Sequence[Group]], float | tuple[float, ...]] | None = None,
 ) -> tuple[Group, ...]:
     """Cuts layers into groups, each with one growth.
 

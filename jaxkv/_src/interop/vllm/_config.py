@@ -14,7 +14,7 @@ Layers = dict[str, LayerSpec]
 
 
 def layer_specs(
-    kv_cache_config: Any, *, kv_dtype: str | None = None, value_size: int | None = None
+    kv_cache_config: object, *, kv_dtype: str | None = None, value_size: int | None = None
 ) -> Layers:
     """Returns the layers of a `KVCacheConfig`, in the order of its groups: name -> spec.
 
@@ -35,7 +35,7 @@ def layer_specs(
 
 
 def plan_from_config(
-    kv_cache_config: Any | Sequence[Any],
+    kv_cache_config: object | Sequence[object],
     *,
     max_model_len: int,
     fit_max_model_len: bool = False,
@@ -103,7 +103,7 @@ def _lay_out(
     )
 
 
-def cache_order(kv_cache_config: Any) -> Order:
+def cache_order(kv_cache_config: object) -> Order:
     """Returns the physical order of vLLM's cache, for `jaxkv.make_cache`.
 
     Raises:
@@ -221,7 +221,7 @@ def _merge(workers: Sequence[Sequence[Layers]]) -> tuple[Group, ...]:
     return tuple(merged)
 
 
-def _check_sharded(configs: Sequence[Any]) -> None:
+def _check_sharded(configs: Sequence[object]) -> None:
     for config in configs:
         for index, group in enumerate(get(config, "kv_cache_groups")):
             if not get(get(group, "kv_cache_spec"), "dcp_sharded", False):

@@ -72,7 +72,7 @@ class SchedulerTables:
         """Returns the block ids that a request's row lists, per group."""
         return self._requests[request].ids
 
-    def follow(self, scheduler_output: Any) -> StepChanges:
+    def follow(self, scheduler_output: object) -> StepChanges:
         """Applies a step to the tables and returns it, for callers who pack it themselves.
 
         Finished and preempted requests lose their rows; other requests without work keep theirs.
@@ -94,7 +94,7 @@ class SchedulerTables:
     def pack(
         self,
         shape: StepShape,
-        scheduler_output: Any,
+        scheduler_output: object,
         *,
         extra: Sequence[int] = (),
         encoder_lens: Sequence[int] = (),
