@@ -1034,7 +1034,7 @@ def test_a_block_of_a_group_with_fewer_layers_takes_fewer_bytes() -> None:
     assert stats is not None
     assert stats.used_bytes == sum(each[group] * count for group, count in stored.items())
     Served(layers, 60, HostMemory(num_bytes=min(each)))
-    with pytest.raises(ValueError, match=f"of which the smallest has {min(each):,} bytes"):
+    with pytest.raises(ValueError, match=f"the smallest has {min(each):,} bytes"):
         Served(layers, 60, HostMemory(num_bytes=min(each) - 1))
 
 
@@ -1111,7 +1111,7 @@ WRONG_MEMORY = {
     "less than a block": (
         {"num_bytes": 63},
         ValueError,
-        "num_bytes=63 holds no block, .* 64 bytes",
+        "num_bytes=63 holds no block; .* 64 bytes",
     ),
     "too much": (
         {"num_bytes": 2**80},
