@@ -132,7 +132,7 @@ def test_few_kept_blocks_are_forgotten_at_once(num_blocks: int, spare: int) -> N
     pool.has_cached, pool.read_only_until[ids] = True, 1
     pool.release(ids)
     pool.allocate(3)
-    assert (pool.use.warm, pool.use.cold) == (num_blocks - 4 - spare, spare)
+    assert (pool.use.evictable, pool.use.uncached) == (num_blocks - 4 - spare, spare)
 
 
 @pytest.mark.parametrize("num_blocks", [2, 8])
@@ -1622,7 +1622,7 @@ def test_texts_count_what_they_name() -> None:
     manager.finish("r")
     assert repr(manager) == "BlockManager(1 of 5 rows taken, 1,996 of 2,000 blocks free)"
     manager.finish("s")
-    assert manager.block_use.warm == 2  # which are free, too
+    assert manager.block_use.evictable == 2  # which are free, too
     assert repr(manager.block_pool) == "BlockPool(2,000 blocks, 1,999 free)"
     rectangle = shape_of(plan, 5, max_tokens=None, batch_size=3, tokens_per_request=4)
     for of, form in ((shape, "40 tokens"), (rectangle, "4 tokens each")):

@@ -193,7 +193,7 @@ UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1
         ({"rank": True}, TypeError, "rank must be an int"),
         ({"mesh": MESH, "axis": 0}, TypeError, "axis must be the name of an axis, got int"),
         ({"axis": "heads"}, ValueError, "axis='heads' was given without mesh=: pass the mesh"),
-        ({"mesh": MESH, "device": jax.devices()[0]}, ValueError, "mesh= and device= both place"),
+        ({"mesh": MESH, "device": jax.devices()[0]}, ValueError, "mesh= and device= both say"),
         ({"mesh": MESH, "axis": "x"}, ValueError, r"axis='x' is not an axis of the mesh, .*heads"),
         ({"mesh": MESH}, ValueError, r"was given without axis=: .*device=NamedSharding\("),
         ({"plan": RANKS, "mesh": MESH, "axis": "heads"}, ValueError, r"pass context_parallel=\d"),

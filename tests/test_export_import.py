@@ -87,7 +87,7 @@ def test_an_import_has_the_columns_of_the_export(mode: str, num_tokens: int) -> 
     other.step(shape, {"before": 7})
     imported = other.import_blocks("b", num_tokens)
     assert imported.num_tokens == export_blocks.num_tokens == num_tokens
-    assert imported.first_columns == export_blocks.first_columns
+    assert imported.first_logical_blocks == export_blocks.first_logical_blocks
     for mine, theirs, of_row in zip(
         imported.block_ids, export_blocks.block_ids, source.block_ids("a"), strict=True
     ):
@@ -375,7 +375,7 @@ def served_apart(seed: int, layers, *, has_tokens: bool, has_host: bool = False)
             into = second.scheduler.import_blocks(name, source.num_tokens, max_tokens=len(name))
             second.transfer(second.manager.take_transfers())
             if into is not None:
-                assert into.first_columns == source.first_columns
+                assert into.first_logical_blocks == source.first_logical_blocks
                 flying.append((step + draw.randint(0, 6), name, source, into))
                 export_blocks.remove((name, source))
         for landing in [each for each in flying if each[0] <= step]:

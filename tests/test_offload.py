@@ -521,7 +521,7 @@ def test_a_parked_request_goes_on_after_its_last_token(tokens) -> None:
     served.step({})
     stats = served.manager.offload_stats()
     assert stats is not None and stats.used_bytes == 0
-    assert served.manager.block_use.warm == 0
+    assert served.manager.block_use.evictable == 0
 
 
 def test_a_request_that_goes_on_is_told_of_the_ends_that_are_still_to_come() -> None:
@@ -920,7 +920,7 @@ def test_nothing_leaks() -> None:
     transfers = manager.take_transfers()
     assert transfers is not None and not (room._sizes or room._members or room._unflushed)
     assert not room.num_used_ids and not room.used_bytes
-    assert manager.block_use.cold == plan.num_blocks - 1 and not tree._of_block
+    assert manager.block_use.uncached == plan.num_blocks - 1 and not tree._of_block
 
 
 def test_events_say_which_blocks_host_memory_holds() -> None:

@@ -575,6 +575,6 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning(sizes: tuple[int, i
         manager.start("a", tokens)
         manager.step(shape, {"a": 25})
         manager.finish("a")
-        manager.block_pool.allocate(manager.block_pool.use.cold + num_evicted)
+        manager.block_pool.allocate(manager.block_pool.use.uncached + num_evicted)
         left = min(gone, default=24) // max(sizes) * max(sizes)
         assert manager.find_prefix(tokens).num_cached_tokens == left

@@ -167,7 +167,7 @@ def test_every_sample_has_a_record_of_its_own_however_many_there_are() -> None:
     samples, lasts, free = Samples(48, seed=0), {}, list(range(400))
     for name in range(200):
         sampling = Sampling(temperature=1.0, max_tokens=1 + name % 7, n=2, seed=name)
-        samples.of_request[name] = samples.made(name, "prompt", [1, 2], sampling, vocab_size=9)
+        samples.of_request[name] = samples.create(name, "prompt", [1, 2], sampling, vocab_size=9)
         for sample in samples.of_request[name]:
             samples.add(sample, free.pop(0))
             lasts[sample.name] = name, sample.number, name % 7
@@ -184,7 +184,7 @@ def test_every_seed_that_is_named_is_the_one_that_counts() -> None:
     def seeds(of_engine: int, seed: int | None) -> list[int]:
         samples = Samples(48, of_engine)
         sampling = Sampling(temperature=1.0, seed=seed)
-        made = [samples.made(name, "prompt", [1], sampling, vocab_size=9) for name in range(9)]
+        made = [samples.create(name, "prompt", [1], sampling, vocab_size=9) for name in range(9)]
         return [sample.seed for (sample,) in made]
 
     for seed in (0, 1, 2**32 - 1):

@@ -456,7 +456,7 @@ def one_axis() -> Mesh:
     [
         ({"axis": "heads"}, "axis='heads' was given without mesh=: pass the mesh with this"),
         ({"axis": "model", "mesh": one_axis()}, "axis='model' is not an axis of the mesh"),
-        ({"device": DEVICES[0], "mesh": one_axis()}, "mesh= and device= both place"),
+        ({"device": DEVICES[0], "mesh": one_axis()}, "mesh= and device= both say"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(options, message) -> None:

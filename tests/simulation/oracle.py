@@ -119,7 +119,7 @@ class Oracle:
         Those that the next token does not see are read again after a rewind.
         """
         count = handed.num_tokens
-        each = zip(self.groups, handed.first_columns, handed.block_ids, strict=True)
+        each = zip(self.groups, handed.first_logical_blocks, handed.block_ids, strict=True)
         for group, first, ids in each:
             if group.is_state:
                 assert (first, len(ids)) == (group.newest_column(count), 1), "handed states"
@@ -445,7 +445,10 @@ class Oracle:
         assert (use.own, use.shared) == (len(holders) + self.sinks - shared, shared), use
         ids, pool = np.arange(1, total + 1), manager.block_pool
         is_kept, is_free = pool.read_only_until[ids] > 0, pool.references_of(ids) == 0
-        assert (use.warm, use.cold) == ((is_kept & is_free).sum(), (~is_kept & is_free).sum()), use
+        assert (use.evictable, use.uncached) == (
+            (is_kept & is_free).sum(),
+            (~is_kept & is_free).sum(),
+        ), use
         assert manager.prefix_stats().cached_blocks == is_kept.sum()
         assert not (self.is_fresh_epoch and is_kept.any()), "blocks of an older epoch are kept"
 

@@ -33,7 +33,7 @@ class CachedPrompts:
         self._max_checkpoint_blocks = max_checkpoint_blocks
         smallest = self.smallest_block = min([p.block for p in tree.policies])
         self.known = KnownNamespaces(num_tokens=smallest, max_prompts=state.pool.num_blocks)
-        # Tokens of a column in each group that keeps whole columns.
+        # Tokens of a logical block in each group that caches whole blocks.
         self._whole = tuple(p.block for p in tree.policies if not p.by_checkpoint)
         self._of: dict[int, CachedPrompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
@@ -125,8 +125,8 @@ class CachedPrompts:
             prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
         computed = int(self._state.computed[row])
         count = min(computed, prompt.tokens.size)
-        columns = self._whole_blocks(row, 0, min(count, prompt.num_cached))
-        if not all(self._tree.are_cached(ids).all() for _, ids in columns):
+        spans = self._whole_blocks(row, 0, min(count, prompt.num_cached))
+        if not all(self._tree.are_cached(ids).all() for _, ids in spans):
             prompt.num_cached = 0  # those that were kept in place of these may be gone by now
         is_end = 0 < count == computed and not self._state.awaits_copy(row)
         self._keep(row, prompt, count, is_end=is_end and caches_end)
@@ -154,35 +154,35 @@ class CachedPrompts:
             count = max([count // block * block for block in self._whole], default=0)
             if count <= prompt.num_cached:
                 return
-        columns = self._whole_blocks(row, prompt.num_cached, count)
+        spans = self._whole_blocks(row, prompt.num_cached, count)
         made = self._tree.cache(
-            prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
+            prompt.namespace, prompt.tokens[:count], spans, ends, is_wanted=count in prompt.wanted
         )
         prompt.num_cached = max(prompt.num_cached, count)
         self._state.may_be_shared_until[row] = max(self._state.may_be_shared_until.item(row), count)
         self._state.pool.has_cached = True
         self.known.add(prompt.namespace, prompt.tokens)
-        self.announce(prompt, count, columns)
+        self.announce(prompt, count, spans)
         if made is not None:
             prompt.checkpoints.append(made)
             self._state.note_shared(row)
         self.bound_checkpoints()  # blocks that take the place of copies on the host bring theirs
 
     def announce(
-        self, prompt: CachedPrompt, count: int, columns: Sequence[tuple[int, np.ndarray]]
+        self, prompt: CachedPrompt, count: int, spans: Sequence[tuple[int, np.ndarray]]
     ) -> None:
         """Writes into the event log which whole blocks of a prompt's first tokens are cached now.
 
         Args:
-          columns: per group, a column and the block ids from there on.
+          spans: per group, a logical block and the block ids from there on.
         """
         if self._events is not None and prompt.chain is not None:
-            for group, (first, ids) in enumerate(columns):
+            for group, (first, ids) in enumerate(spans):
                 kept = np.where(self._tree.are_cached(ids), ids, 0).tolist()
                 self._events.stored(prompt.chain, prompt.tokens[:count], group, first, kept)
 
     def _whole_blocks(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
-        """Returns, per group, the first whole column between two positions, and all block ids."""
+        """Returns, per group, the first whole block between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
         firsts = self._state.allocated_in(row)[1]
         for group, policy in enumerate(self._tree.policies):
@@ -202,13 +202,13 @@ class CachedPrompts:
         0: the tokens end with a whole block.
         """
         try:
-            columns = blocks_to_share(self._state, row, count)
+            spans = blocks_to_share(self._state, row, count)
         except ValueError:
             return None
-        ends = np.zeros(len(columns), np.int32)
+        ends = np.zeros(len(spans), np.int32)
         for group, policy in enumerate(self._tree.policies):
             if policy.by_checkpoint or count % policy.block:
-                ends[group] = columns[group].block_ids[-1]
+                ends[group] = spans[group].block_ids[-1]
         return ends
 
     def bound_checkpoints(self) -> None:

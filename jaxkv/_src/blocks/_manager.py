@@ -16,7 +16,7 @@ from jaxkv._src.blocks._resuming import (
     blocks_to_share,
     check_rewind,
     export_blocks,
-    imported,
+    import_blocks,
 )
 from jaxkv._src.blocks._rows import RowAllocator, RowWork, Work
 from jaxkv._src.blocks._state import RequestState
@@ -437,14 +437,14 @@ class BlockManager(Unique):
         row = self._rows.take(request)
         try:
             self._state.start(row, 0)
-            exporting = imported(self._state, row, num_tokens)
+            imported = import_blocks(self._state, row, num_tokens)
         except (OutOfBlocksError, ValueError):
             self._rows.give_back(request)
             raise
         self._prefixes.loads.discard_swapped(request)
         if self._offload is not None:
             self._offload.flush()
-        return exporting
+        return imported
 
     def _end(self, request: Hashable) -> None:
         row = self._rows.row(request)

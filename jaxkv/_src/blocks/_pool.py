@@ -37,14 +37,14 @@ class BlockUse(NamedTuple):
 
     own: blocks with one holder.
     shared: blocks with several holders.
-    warm: free blocks whose content is cached for later requests.
-    cold: free blocks whose content is not cached.
+    evictable: free blocks whose content is cached for later requests.
+    uncached: free blocks whose content is not cached.
     """
 
     own: int
     shared: int
-    warm: int
-    cold: int
+    evictable: int
+    uncached: int
 
 
 class BlockPool:

@@ -179,7 +179,7 @@ class Prefixes:
         """Gives a row that was just started its prompt, and the blocks of its prefix."""
         self.cached.start(row, prompt)
         if found.num_host_tokens:
-            columns = self.loads.loaded(found.columns, found.num_tokens, prompt)
+            columns = self.loads.load(found.columns, found.num_tokens, prompt)
             found = found._replace(columns=tuple(columns))
         if found.num_tokens:
             self._state.share(row, found.num_tokens, found.columns)

@@ -13,7 +13,7 @@ from jaxkv._src.uploads import Batch
 
 
 def blocks_to_share(state: RequestState, row: int, num_tokens: int) -> list[SharedBlocks]:
-    """Returns the columns, per group, that the token after a row's first tokens reads.
+    """Returns the logical blocks, per group, that the token after a row's first tokens reads.
 
     Raises:
       ValueError: the row no longer holds a block that the next token reads.
@@ -28,7 +28,7 @@ def blocks_to_share(state: RequestState, row: int, num_tokens: int) -> list[Shar
         elif growth.stores == "state" and num_tokens:
             is_allocated = _holds_state(state, row, group, num_tokens)
             if growth.cache_mode == "all":
-                # A row that shares a cached prefix holds only the last column of it.
+                # A row that shares a cached prefix holds only the last logical block of it.
                 first = min(of_group[1], first)
         if not (is_allocated and _holds_all(of_group, first, end)):
             raise ValueError(
@@ -42,7 +42,7 @@ def blocks_to_share(state: RequestState, row: int, num_tokens: int) -> list[Shar
 
 
 def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
-    """Returns whether held columns (source, first, end) include ``first .. end - 1``."""
+    """Returns whether held logical blocks (source, first, end) include ``first .. end - 1``."""
     source, allocated_first, allocated_end = held
     return (
         end <= first
@@ -52,7 +52,7 @@ def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
 
 
 def _holds_state(state: RequestState, row: int, group: int, num_tokens: int) -> bool:
-    """Returns whether a row may hold the state after its first tokens in its own column.
+    """Returns whether a row may hold the state after its first tokens in its own logical block.
 
     Raises:
       ValueError: the state is the newest, and may lie in the block of a draft.
@@ -69,10 +69,10 @@ def _holds_state(state: RequestState, row: int, group: int, num_tokens: int) -> 
     return True
 
 
-def _may_lie_elsewhere(state: RequestState, row: int, group: int, column: int) -> bool:
-    """Returns whether the newest state of a row may lie in another column than its own.
+def _may_lie_elsewhere(state: RequestState, row: int, group: int, logical_block: int) -> bool:
+    """Returns whether the newest state of a row may lie in another logical block than its own.
 
-    A step of drafts writes the state after its first token into the column of its last one.
+    A step of drafts writes the state after its first token into the logical block of its last one.
     """
     drafts = state.growth.growths[group].speculative_blocks
     start, end = state.step_start[row], state.max_computed[row]
@@ -80,7 +80,7 @@ def _may_lie_elsewhere(state: RequestState, row: int, group: int, column: int) -
         return False
     running = cdiv(int(end), state.block_tokens[group]) - 1
     is_aligned = group in state.growth.aligned
-    return bool(state.computed[row] > start + 1 or (is_aligned and column != running))
+    return bool(state.computed[row] > start + 1 or (is_aligned and logical_block != running))
 
 
 def check_rewind(
@@ -116,8 +116,8 @@ def check_moved(state: RequestState, batch: Batch, rows: RowAllocator, totals: n
         return
     rejected = (computed < reached) & (computed > state.step_start[batch.rows])
     tokens = state.growth.block_tokens[state.growth.aligned]
-    column, moved, last = (cdiv(n, tokens) for n in (computed, reached, totals))
-    lost = (rejected & (column < moved) & (moved < last)).any(0)
+    logical_block, moved, last = (cdiv(n, tokens) for n in (computed, reached, totals))
+    lost = (rejected & (logical_block < moved) & (moved < last)).any(0)
     if lost.any():
         at = int(lost.argmax())
         raise ValueError(
@@ -141,12 +141,12 @@ def _lost_states(
     if growth.cache_mode == "none":
         return ~drafted & (num_tokens > 0)
     block = state.block_tokens[group]
-    column = cdiv(num_tokens, block) - 1
-    columns = state.allocated(rows)[:, group]
-    # The first token reads no state, but a row of "all" states begins with the column that it got
-    # first, and never gets an earlier one.
-    starts_over = columns[1] == 0 if growth.cache_mode == "all" else np.True_
-    held = np.where(num_tokens == 0, starts_over, holds(columns, column))
+    logical_block = cdiv(num_tokens, block) - 1
+    spans = state.allocated(rows)[:, group]
+    # The first token reads no state, but a row of "all" states begins with the logical block it
+    # got first, and never gets an earlier one.
+    starts_over = spans[1] == 0 if growth.cache_mode == "all" else np.True_
+    held = np.where(num_tokens == 0, starts_over, holds(spans, logical_block))
     return ~(held & (drafted | _keeps_state(state, group, rows, num_tokens)))
 
 
@@ -179,12 +179,12 @@ class ExportedBlocks(NamedTuple):
     """The blocks that the next token of a request reads.
 
     num_tokens: computed tokens of the request.
-    first_columns: per group, the column of its first block.
-    block_ids: per group, int32[...], the blocks of consecutive columns.
+    first_logical_blocks: per group, the logical block of its first block.
+    block_ids: per group, int32[...], the blocks of consecutive logical blocks.
     """
 
     num_tokens: int
-    first_columns: tuple[int, ...]
+    first_logical_blocks: tuple[int, ...]
     block_ids: tuple[np.ndarray, ...]
 
 
@@ -202,30 +202,30 @@ def export_blocks(state: RequestState, row: int) -> ExportedBlocks:
             "started, forked or resumed; export its blocks after its next step"
         )
     blocks_to_share(state, row, count)
-    spans = _columns(state, count)
+    spans = _spans(state, count)
     ids = [
         state.logical_blocks_of(row, g)[first:end].copy() for g, (_, first, end) in enumerate(spans)
     ]
     return ExportedBlocks(count, tuple([first for _, first, _ in spans]), tuple(ids))
 
 
-def imported(state: RequestState, row: int, num_tokens: int) -> ExportedBlocks:
+def import_blocks(state: RequestState, row: int, num_tokens: int) -> ExportedBlocks:
     """Gives a row that was just started blocks for tokens of another cache.
 
     Raises:
       OutOfBlocksError: too few blocks are free; none is taken.
       ValueError: the plan stores encoder tokens.
     """
-    spans = _columns(state, num_tokens)
+    spans = _spans(state, num_tokens)
     sizes = [end - first for _, first, end in spans]
     ids = np.split(state.copies.allocate_to_load(sum(sizes)), np.cumsum(sizes)[:-1])
-    columns = [SharedBlocks(*span, of_group) for span, of_group in zip(spans, ids, strict=True)]
-    state.share(row, num_tokens, columns, are_allocated=True)
+    shared = [SharedBlocks(*span, of_group) for span, of_group in zip(spans, ids, strict=True)]
+    state.share(row, num_tokens, shared, are_allocated=True)
     return ExportedBlocks(num_tokens, tuple([first for _, first, _ in spans]), tuple(ids))
 
 
-def _columns(state: RequestState, num_tokens: int) -> list[tuple[int, int, int]]:
-    """Returns source, first and end of the columns that the token after a prefix reads."""
+def _spans(state: RequestState, num_tokens: int) -> list[tuple[int, int, int]]:
+    """Returns source, first and end of the logical blocks that the token after a prefix reads."""
     if state.growth.crossed.size:
         raise ValueError("a plan that stores encoder tokens exports no blocks")
     growths = zip(state.growth.growths, state.block_tokens, strict=True)

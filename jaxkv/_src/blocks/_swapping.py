@@ -20,18 +20,18 @@ class SwappedRequest:
     """A preempted request, and all that it goes on with.
 
     blocks: its blocks, group by group, wherever they lie now.
-    columns: theirs, with the ids of when it was swapped out.
+    spans: their logical blocks, with the ids of when it was swapped out.
     lost_ends: see `RequestState`.
     prompt: None: it was started without tokens.
     """
 
     blocks: Checkpoint
-    columns: Sequence[SharedBlocks]
+    spans: Sequence[SharedBlocks]
     lost_ends: np.ndarray
     prompt: CachedPrompt | None
 
     @classmethod
-    def of(
+    def from_row(
         cls,
         state: RequestState,
         policies: Sequence[PrefixPolicy],
@@ -47,17 +47,17 @@ class SwappedRequest:
         if not count or state.awaits_copy(row):
             return None
         try:
-            columns = blocks_to_share(state, row, count)
+            spans = blocks_to_share(state, row, count)
         except ValueError:
             return None
-        groups = np.repeat(range(len(columns)), [part.block_ids.size for part in columns])
+        groups = np.repeat(range(len(spans)), [part.block_ids.size for part in spans])
         ends = [NO_IDS]
-        for policy, part in zip(policies, columns, strict=True):
+        for policy, part in zip(policies, spans, strict=True):
             whole = (np.arange(part.first, part.end) + 1) * policy.block
             ends.append(whole.clip(0, policy.until(count)))
-        ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
+        ids = np.concatenate([NO_IDS, *(part.block_ids for part in spans)])
         blocks = Checkpoint(count, ids, np.concatenate(ends), groups, is_wanted=True)
-        return cls(blocks, columns, state.lost_ends[:, row].copy(), prompt)
+        return cls(blocks, spans, state.lost_ends[:, row].copy(), prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -65,14 +65,14 @@ class SwappedRequest:
         return self.blocks.position if self.blocks.is_cached else 0
 
     def blocks_now(self) -> list[SharedBlocks]:
-        """Returns its columns, with the ids that the blocks have now."""
-        return _with_ids(self.columns, self.blocks.blocks)
+        """Returns its spans, with the ids that the blocks have now."""
+        return _with_ids(self.spans, self.blocks.blocks)
 
 
-def _with_ids(columns: Sequence[SharedBlocks], block_ids: np.ndarray) -> list[SharedBlocks]:
-    """Returns columns with other blocks, group by group."""
-    ends = np.cumsum([part.block_ids.size for part in columns])
-    each = zip(columns, np.split(block_ids, ends[:-1]), strict=True)
+def _with_ids(spans: Sequence[SharedBlocks], block_ids: np.ndarray) -> list[SharedBlocks]:
+    """Returns spans with other block ids, group by group."""
+    ends = np.cumsum([part.block_ids.size for part in spans])
+    each = zip(spans, np.split(block_ids, ends[:-1]), strict=True)
     return [part._replace(block_ids=ids) for part, ids in each]
 
 
@@ -106,36 +106,36 @@ class HostLoads:
         if self._offload is not None:
             self._offload.give_up(ids[~is_copied])
 
-    def _split(self, columns: Sequence[SharedBlocks]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the blocks of columns on the device, and those in host memory."""
-        ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
+    def _split(self, spans: Sequence[SharedBlocks]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of blocks on the device, and of blocks in host memory."""
+        ids = np.concatenate([NO_IDS, *(part.block_ids for part in spans)])
         on_host = ids >= self._state.pool.num_blocks
         return ids[~on_host], ids[on_host].astype(np.int64)
 
-    def fits(self, columns: Sequence[SharedBlocks]) -> bool:
-        """Returns whether blocks are free for those of columns that are in host memory."""
-        pool, (here, on_host) = self._state.pool, self._split(columns)
+    def fits(self, spans: Sequence[SharedBlocks]) -> bool:
+        """Returns whether enough blocks are free to load those that are in host memory."""
+        pool, (here, on_host) = self._state.pool, self._split(spans)
         num_evictable = int(np.count_nonzero(pool.references_of(here) == 0))
         needed = on_host.size + self._state.copies.sources.size
         return needed <= pool.num_free_blocks - num_evictable
 
-    def loaded(
-        self, columns: Sequence[SharedBlocks], num_tokens: int, prompt: CachedPrompt | None
+    def load(
+        self, spans: Sequence[SharedBlocks], num_tokens: int, prompt: CachedPrompt | None
     ) -> Sequence[SharedBlocks]:
-        """Returns columns of tokens with all blocks on the device, after the next transfers."""
-        pool, (here, on_host) = self._state.pool, self._split(columns)
+        """Returns the spans with all blocks on the device, after the next transfers."""
+        pool, (here, on_host) = self._state.pool, self._split(spans)
         if self._offload is None or not on_host.size:
-            return columns
-        ids = np.concatenate([part.block_ids for part in columns])
+            return spans
+        ids = np.concatenate([part.block_ids for part in spans])
         pool.hold(here)  # or the blocks that are taken may be these
         into = self._offload.load(on_host, self._state.copies.take_to_load)
         pool.release(np.concatenate([here, into]))  # evictable, until the request takes them
         ids[ids >= pool.num_blocks] = into
-        columns = _with_ids(columns, ids)
+        spans = _with_ids(spans, ids)
         if prompt is not None:
-            parts = [(part.first, part.block_ids) for part in columns]
+            parts = [(part.first, part.block_ids) for part in spans]
             self._cached.announce(prompt, num_tokens, parts)
-        return columns
+        return spans
 
     def are_read_by(self, rows: Sequence[int]) -> bool:
         """Returns whether steps of rows read what the next transfers need not load."""
@@ -161,7 +161,9 @@ class HostLoads:
         Returns:
           Whether all of it is cached; otherwise the whole blocks of its tokens are, as by `finish`.
         """
-        swapped = SwappedRequest.of(self._state, self._tree.policies, row, self._cached.get(row))
+        swapped = SwappedRequest.from_row(
+            self._state, self._tree.policies, row, self._cached.get(row)
+        )
         self._cached.finish(row, tokens, caches_end=swapped is None)
         if swapped is None or self._offload is None:
             return False
@@ -176,18 +178,18 @@ class HostLoads:
         swapped = self.swapped.get(name)
         if swapped is None or self._offload is None or not swapped.num_tokens:
             return 0
-        columns = swapped.blocks_now()
-        _, on_host = self._split(columns)
+        spans = swapped.blocks_now()
+        _, on_host = self._split(spans)
         is_worth_it = not on_host.size or self._offload.is_worth_it(swapped.num_tokens, on_host)
-        return swapped.num_tokens if is_worth_it and self.fits(columns) else 0
+        return swapped.num_tokens if is_worth_it and self.fits(spans) else 0
 
     def swap_in(self, name: Hashable, row: int) -> PrefixHit:
         """Gives a new row all that was swapped out; `num_swapped_tokens` is not 0."""
         swapped = self.swapped[name]
-        count, prompt, columns = swapped.num_tokens, swapped.prompt, swapped.blocks_now()
-        is_on_host = self._split(columns)[1].size > 0
-        columns = self.loaded(columns, count, prompt)
-        self._state.go_on(row, count, columns, swapped.lost_ends)
+        count, prompt, spans = swapped.num_tokens, swapped.prompt, swapped.blocks_now()
+        is_on_host = self._split(spans)[1].size > 0
+        spans = self.load(spans, count, prompt)
+        self._state.go_on(row, count, spans, swapped.lost_ends)
         self.discard_swapped(name)
         ends: tuple[int, ...] = ()
         if prompt is not None:
@@ -196,8 +198,8 @@ class HostLoads:
         if self._offload is not None:
             self._offload.count(swapped_in_requests=1, swapped_in_tokens=count)
         self._cached.bound_checkpoints()
-        shared = tuple([part.block_ids.size for part in columns])
-        reasons = ("complete",) * len(columns)
+        shared = tuple([part.block_ids.size for part in spans])
+        reasons = ("complete",) * len(spans)
         return PrefixHit(row, count, shared, reasons, ends, count if is_on_host else 0)
 
     def discard_swapped(self, name: Hashable) -> None:

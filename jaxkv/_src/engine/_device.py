@@ -209,7 +209,7 @@ class Device:
         if has_ended is not None:
             is_last = (tokens[:, None] == of["stops"]).any(axis=1)
             sampled = jnp.where(is_last | has_ended[of["index"][:, 0]], -1, tokens)
-        sampled = lax.dynamic_update_slice(state[1], sampled, of["place"][0])
+        sampled = lax.dynamic_update_slice(state[1], sampled, of["offset"][0])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
         return (cache, sampled), jnp.concatenate([tokens, bits, cache.error_flags[None]])
 

@@ -191,7 +191,7 @@ class Engine(Unique):
                 "or one Sampling for all"
             )
         requests = [
-            self._samples.made(name, f"prompts[{name}]", prompt, one, self._device.vocab_size)
+            self._samples.create(name, f"prompts[{name}]", prompt, one, self._device.vocab_size)
             for name, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
         ]
         return self._outputs(requests)
@@ -219,7 +219,7 @@ class Engine(Unique):
             together with ``max_tokens``; a name in use.
         """
         self._calls.mend()
-        samples = self._samples.made(request, "prompt", prompt, sampling, self._device.vocab_size)
+        samples = self._samples.create(request, "prompt", prompt, sampling, self._device.vocab_size)
         self._add(samples, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
 
     def abort(self, request: Hashable) -> None:

@@ -44,7 +44,7 @@ class Packer:
 
     ring: for page-locked uploads; None: NumPy arrays.
     num_sampled: tokens of the latest steps that the device keeps.
-    place: index on the device of the tokens that the newest step samples.
+    offset: index on the device of the first of the tokens that the newest step samples.
     sampled: by the newest step, if its tokens are on the device.
     """
 
@@ -55,7 +55,7 @@ class Packer:
     stats: Stats
     ring: Ring | None
     num_sampled: int
-    place: int = 0
+    offset: int = 0
     sampled: Sampled = NONE_SAMPLED
 
     def pack(self, most_steps: int) -> list[list[Step]]:
@@ -99,27 +99,27 @@ class Packer:
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
         index, ids = schedule.samples.index, self._token_ids(schedule)
         records, count = self.samples.records[index], index.size
-        place = self.place % (self.num_sampled - self.manager.max_requests)
-        place += self.manager.max_requests  # those before are of idle steps
+        offset = self.offset % (self.num_sampled - self.manager.max_requests)
+        offset += self.manager.max_requests  # those before are of idle steps
         records["index"] = schedule.samples.ints
         records["position"] += 1
-        records["place"] = place + np.arange(count)
+        records["offset"] = offset + np.arange(count)
         extra = np.zeros(shape.extra, np.int32)
         extra[: ids.size] = ids
         extra[shape.max_tokens :].view(RECORD)[:count] = records
         upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
         self.samples.records[index] = records
-        self.place = place
+        self.offset = offset
         self.sampled = Sampled(self.samples.by_index[index].tolist(), index)
         self.scheduler.append(index[records["position"] < records["last"]])
         return Step(upload, self.sampled, self.manager.take_transfers())
 
     def _token_ids(self, schedule: Schedule) -> np.ndarray:
-        """Returns the token ids of a step; ``-1 - i`` for the one in place i on the device."""
+        """Returns the token ids of a step; ``-1 - i`` for the one at index i on the device."""
         batch, index, samples = schedule.work.batch, schedule.index, self.samples
         ids, ends = np.empty(batch.num_tokens, np.int32), schedule.num_computed + batch.counts
         is_late = ends > samples.num_known[index]  # the last token of a request, no other one
-        ids[batch.ends - 1] = -1 - samples.records["place"][index]
+        ids[batch.ends - 1] = -1 - samples.records["offset"][index]
         if np.count_nonzero(is_late) == batch.num_tokens:
             return ids
         for at in (~is_late | (batch.counts > 1)).nonzero()[0].tolist():

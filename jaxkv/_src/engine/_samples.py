@@ -13,9 +13,9 @@ from jaxkv._src.internal.checks import check_kind, check_name
 from jaxkv._src.prefixes import as_tokens
 
 NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
-NAMES = "index position last place sample top_k temperature top_p min_p seed stops".split()
+NAMES = "index position last offset sample top_k temperature top_p min_p seed stops".split()
 #: index: the sample's row of the logits. position: of the token that it samples, among all that it
-#: samples; last: of its last one. place: of the token on the device, see `State`. The others: its
+#: samples; last: of its last one. offset: of the token on the device, see `State`. The others: its
 #: sampling.
 #: `fields_of` finds a field by its number, because only the last is wider than an int32.
 RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiifffI", (np.int32, NUM_STOPS)]})
@@ -90,7 +90,7 @@ class Samples:
         self.by_index, self.records = np.empty(size, object), np.zeros(size, RECORD)
         self.num_known, self.ends, self.is_watched = np.zeros((3, size), np.int64)
 
-    def made(
+    def create(
         self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None, vocab_size: int
     ) -> list[Sample]:
         """Returns the samples of a new request, checked; ``name`` is that of the argument."""

@@ -275,7 +275,7 @@ class Scheduler(Unique):
         names = [request, *((request, sample) for sample in range(1, samples))]
         check_new_names(names, self._queues.by_name)
         prompt = salt, extra_keys, boundaries
-        parent = self._made(request, num_tokens, longest, encoder_tokens, *prompt)
+        parent = self._create(request, num_tokens, longest, encoder_tokens, *prompt)
         ids = [self._prompts.first_ids(name, num_tokens, is_new=True) for name in names]
         others = [parent.sample(name, self._queues.next_age(parent.age)) for name in names[1:]]
         for one, of_one in zip([parent, *others], ids, strict=True):
@@ -381,17 +381,17 @@ class Scheduler(Unique):
                 "that a step takes; pass cached_tokens= when you make the Scheduler, and "
                 "make its shapes by Scheduler.shape"
             )
-        made = self._made(request, num_tokens, longest, 0, salt, extra_keys, ())
+        new = self._create(request, num_tokens, longest, 0, salt, extra_keys, ())
         self._prompts.first_ids(request, num_tokens, is_new=True)
-        if not self._admission.has_room_for(made, num_tokens):
+        if not self._admission.has_room_for(new, num_tokens):
             return None
         try:
             exporting = self._manager.import_blocks(request, num_tokens)
         except OutOfBlocksError:
             return None
-        self._table.add(made, num_tokens, longest)
-        self._queues.run(made, self._manager.requests[request])
-        self._queues.exporting.add(made)
+        self._table.add(new, num_tokens, longest)
+        self._queues.run(new, self._manager.requests[request])
+        self._queues.exporting.add(new)
         return exporting
 
     def append(self, num_tokens: Mapping[Any, int] | np.ndarray) -> None:
@@ -562,7 +562,7 @@ class Scheduler(Unique):
                 if not (is_sampled and self._admission.fork(parent, sample)):
                     queues.wait(sample, needs_token=is_sampled)
 
-    def _made(
+    def _create(
         self,
         request: Hashable,
         num_tokens: int,
