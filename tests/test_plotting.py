@@ -282,7 +282,10 @@ def test_a_pool_of_one_group_counts_shared_blocks() -> None:
 
 
 def test_uses_of_blocks_are_stacked_and_named_in_the_title() -> None:
-    uses = [BlockUse(own=3, shared=0, warm=0, cold=5), BlockUse(own=1, shared=1, warm=2, cold=4)]
+    uses = [
+        BlockUse(own=3, shared=0, evictable=0, uncached=5),
+        BlockUse(own=1, shared=1, evictable=2, uncached=4),
+    ]
     figure = plotting.plot_block_use(uses, preemptions=[1])
     (ax,) = figure.axes
     assert [p.get_data().values.tolist() for p in ax.patches] == [[3, 1], [3, 2], [3, 4], [8, 8]]
