@@ -101,3 +101,11 @@ def test_the_site_has_a_page_for_each_public_module() -> None:
     paths = [*(ROOT / "jaxkv").glob("[a-z]*.py"), *(ROOT / "jaxkv/interop").glob("[a-z]*.py")]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     assert listed == {*PACKAGES, *modules}
+
+
+def test_the_targets_of_the_makefile_name_tests_that_exist() -> None:
+    done = subprocess.run(
+        ["make", "-n", "quick"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    named = set(re.findall(r"tests/\S+\.py", done.stdout))
+    assert named and all((ROOT / path).exists() for path in named), named
