@@ -1,8 +1,7 @@
 """`StepContext`, a step as a model sees it."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -147,8 +146,7 @@ class StepContext:
         check_flag(write=write)
         if keys is None and write and values is None:
             self._record.check_readable(layer, layer_index)
-        function = functools.partial(
-            attend,
+        options = dict(
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
@@ -157,9 +155,7 @@ class StepContext:
             implementation=implementation,
         )
         arrays, writes = (queries, keys, values), keys is not None
-        return self._call(
-            function, layer, *arrays, features=2, layer_index=layer_index, writes=writes
-        )
+        return self._call(attend, layer, arrays, options, features=2, writes=writes)
 
     def gated_delta(
         self,
@@ -177,8 +173,7 @@ class StepContext:
         implementation: Implementation | None = None,
     ) -> Float[Array, "*tokens value_heads value_size"]:
         """Runs the gated delta rule over a layer's states; see `jaxkv.gated_delta`."""
-        function = functools.partial(
-            gated_delta,
+        options = dict(
             conv_weights=conv_weights,
             num_key_heads=num_key_heads,
             conv_bias=conv_bias,
@@ -186,8 +181,7 @@ class StepContext:
             layer_index=layer_index,
             implementation=implementation,
         )
-        arrays = qkv, log_decay, beta
-        return self._call(function, layer, *arrays, features=1, layer_index=layer_index)
+        return self._call(gated_delta, layer, (qkv, log_decay, beta), options, features=1)
 
     def mamba2(
         self,
@@ -203,16 +197,14 @@ class StepContext:
         implementation: Implementation | None = None,
     ) -> Float[Array, "*tokens heads value_size"]:
         """Runs Mamba-2 over a layer's states; see `jaxkv.mamba2`."""
-        function = functools.partial(
-            mamba2,
+        options = dict(
             conv_weights=conv_weights,
             num_groups=num_groups,
             conv_bias=conv_bias,
             layer_index=layer_index,
             implementation=implementation,
         )
-        arrays = xbc, log_decay, steps
-        return self._call(function, layer, *arrays, features=1, layer_index=layer_index)
+        return self._call(mamba2, layer, (xbc, log_decay, steps), options, features=1)
 
     def linear_attention(
         self,
@@ -226,14 +218,13 @@ class StepContext:
         implementation: Implementation | None = None,
     ) -> Float[Array, "*tokens value_heads value_size"]:
         """Runs linear attention with decay over states; see `jaxkv.linear_attention`."""
-        function = functools.partial(
-            linear_attention,
+        options = dict(
             num_key_heads=num_key_heads,
             scale=scale,
             layer_index=layer_index,
             implementation=implementation,
         )
-        return self._call(function, layer, qkv, log_decay, features=1, layer_index=layer_index)
+        return self._call(linear_attention, layer, (qkv, log_decay), options, features=1)
 
     def short_conv(
         self,
@@ -247,15 +238,14 @@ class StepContext:
         implementation: Implementation | None = None,
     ) -> Float[Array, "*tokens channels"]:
         """Runs a causal convolution over a layer's last inputs; see `jaxkv.short_conv`."""
-        function = functools.partial(
-            short_conv,
+        options = dict(
             conv_weights=conv_weights,
             conv_bias=conv_bias,
             silu=silu,
             layer_index=layer_index,
             implementation=implementation,
         )
-        return self._call(function, layer, inputs, features=1, layer_index=layer_index)
+        return self._call(short_conv, layer, (inputs,), options, features=1)
 
     def read_state(
         self,
@@ -265,7 +255,7 @@ class StepContext:
         layer_index: LayerIndex = None,
     ) -> tuple[Shaped[Array, "requests ..."], ...]:
         """Reads the state that each request resumes from; see `jaxkv.read_state`."""
-        return self._call(functools.partial(read_state, at=at, layer_index=layer_index), layer)
+        return self._call(read_state, layer, (), dict(at=at, layer_index=layer_index))
 
     def write_state(
         self,
@@ -277,10 +267,8 @@ class StepContext:
         implementation: Implementation | None = None,
     ) -> None:
         """Writes a state per request; see `jaxkv.write_state`. With ``at``, more than once."""
-        function = functools.partial(
-            write_state, at=at, layer_index=layer_index, implementation=implementation
-        )
-        self._call(function, layer, arrays, layer_index=layer_index, again=at is not None)
+        options = dict(at=at, layer_index=layer_index, implementation=implementation)
+        self._call(write_state, layer, (arrays,), options, again=at is not None)
 
     def call(
         self, function: Callable[..., PyTree], layer: str, *arrays: PyTree, **options: object
@@ -297,8 +285,7 @@ class StepContext:
         """
         if not callable(function):
             raise TypeError(f"function must be a function of a cache, got {shown(function)}")
-        index: Any = options.get("layer_index")
-        return self._call(functools.partial(function, **options), layer, *arrays, layer_index=index)
+        return self._call(function, layer, arrays, options)
 
     def skip_ended(self) -> Bool[Array, "requests"]:
         """Makes requests whose last token id is negative write nothing, and returns which they are.
@@ -326,8 +313,9 @@ class StepContext:
         self,
         function: Callable[..., Any],
         layer: str,
-        *arrays: Any,
-        layer_index: LayerIndex = None,
+        arrays: tuple[Any, ...],
+        options: Mapping[str, Any],
+        *,
         features: int | None = None,
         writes: bool = True,
         again: bool = False,
@@ -335,13 +323,13 @@ class StepContext:
         """Calls a layer, stores the returned cache, and returns the output.
 
         Args:
-          layer_index: as the function has it.
+          arrays, options: arguments of the function after the batch.
           features: axes of the first array after the axes of tokens; None: it has no such axes.
           writes, again: whether the call writes the layer, and may write it another time.
         """
         self._record.check_current(f"layer={layer!r}", self._calls, self._cache.status)
         given, restore = _without_batch_axis(self._batch, features, arrays)
-        result = function(self._cache, layer, self._batch, *given)
+        result = function(self._cache, layer, self._batch, *given, **options)
         pair = result if isinstance(result, tuple) else (result, None)
         if not pair or not isinstance(pair[0], KVCache):
             return restore(result)
@@ -349,7 +337,7 @@ class StepContext:
         self._record.calls += 1
         self._calls = self._record.calls
         if writes:
-            self._record.note_written(layer, layer_index, again=again)
+            self._record.note_written(layer, options.get("layer_index"), again=again)
         return restore(out)
 
 
