@@ -1295,6 +1295,11 @@ def test_requests_are_appended_to_by_their_indices_as_by_their_names() -> None:
     for wrong in (index.astype(float), index[None]):
         with pytest.raises(TypeError, match="num_tokens"):
             server.scheduler.append(wrong)
+    for wrong in (index[[0, 0]], index - 64, index + 64, np.array([0])):
+        with pytest.raises(ValueError, match="must be indices of distinct requests"):
+            server.scheduler.append(wrong)
+    with pytest.raises(TypeError, match="num_tokens must map requests to ints, got ndarray"):
+        server.scheduler.rewind(index)  # pyrefly: ignore
     with pytest.raises(ValueError, match="has computed 3 of its 4"):
         server.scheduler.append({"a": 1, "b": 1})
         server.scheduler.append(index)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.internal.checks import check_kind, check_name, check_new_names
-from jaxkv._src.internal.named_ints import NamedInts
+from jaxkv._src.internal.named_ints import NamedInts, are_distinct
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.uploads import Batch
 
@@ -89,8 +89,7 @@ class RowAllocator:
                 "rows and num_tokens must be int64[N], got arrays of "
                 f"{rows.dtype}{list(rows.shape)} and {num_tokens.dtype}{list(num_tokens.shape)}"
             )
-        times, size = np.bincount(rows, minlength=self._is_taken.size), self._is_taken.size
-        if times.size > size or np.count_nonzero(times > self._is_taken):
+        if not are_distinct(rows, self._is_taken):
             raise ValueError(f"rows={rows.tolist()} must be distinct rows of running requests")
         batch = Batch.from_counts(rows, num_tokens)
         self._check_counts(batch)

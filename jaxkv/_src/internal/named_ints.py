@@ -1,4 +1,4 @@
-"""`NamedInts`, a read-only mapping from names to ints over arrays. No jax."""
+"""Arrays of ints that belong to requests: `NamedInts` maps names to them. No jax."""
 
 import functools
 from collections.abc import Hashable, Iterator, Mapping
@@ -32,3 +32,11 @@ class NamedInts(Mapping[Any, int]):
 
     def __repr__(self) -> str:
         return repr(self._by_name)
+
+
+def are_distinct(index: np.ndarray, is_used: np.ndarray) -> bool:
+    """Returns whether int64[N] are distinct indices into bool[M] of entries that are in use."""
+    if np.minimum.reduce(index, initial=0) < 0:
+        return False
+    times = np.bincount(index, minlength=is_used.size)
+    return times.size == is_used.size and not np.count_nonzero(times > is_used)

@@ -16,7 +16,7 @@ from jaxkv._src.scheduler._requests import ANYWHERE, Request, Running
 class AdmissionBudget:
     """Blocks that are left for requests that start, kept up to date while they do.
 
-    owed: with preemption, free blocks that unfinished prompts will still take.
+    reserved: with preemption, free blocks that unfinished prompts will still take.
     steady, in_flight: without preemption, the most blocks that requests hold while they decode,
       and the most that computing the prompt of one of them takes in addition.
     """

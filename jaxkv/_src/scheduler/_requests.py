@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._src.blocks import PrefixMatch
 from jaxkv._src.internal.checks import check_at_most, check_name, check_positive
+from jaxkv._src.internal.named_ints import are_distinct
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey
 
@@ -106,28 +107,32 @@ class RequestTable:
         for request in self.by_name.values():
             self.requests[request.index], self.names[request.index] = request, request.name
         self._free = [index for index, request in enumerate(self.requests) if request is None]
+        self.max_tokens[self._free] = 0
 
     def at(self, index: np.ndarray, computed_by_row: np.ndarray) -> "Running":
         """Returns the token counts of running requests at indices."""
         tokens, _, prefill_tokens, ends, drafts, rows, _ = self._numbers.take(index, axis=1)
         return Running(index, rows, computed_by_row[rows], tokens, prefill_tokens, ends, drafts)
 
-    def read(self, num_tokens: Mapping[Any, int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the indices of requests, and their numbers of tokens: int64[N] each.
+    def check_index(self, index: np.ndarray) -> None:
+        """Raises TypeError or ValueError unless an array holds indices of distinct requests."""
+        if index.dtype != np.int64 or index.ndim != 1:
+            raise TypeError(
+                "num_tokens must map requests to ints, or be the int64[N] of their indices, "
+                f"got {index.dtype}{list(index.shape)}"
+            )
+        if not are_distinct(index, self.max_tokens > 0):
+            raise ValueError(
+                f"num_tokens={index.tolist()} must be indices of distinct requests, from "
+                "Scheduler.index or Schedule.index, none of which has ended"
+            )
 
-        Args:
-          num_tokens: numbers by name; or the indices of requests with one token each.
+    def read(self, num_tokens: Mapping[Any, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the indices of requests, and their numbers of tokens: int64[N] each.
 
         Raises:
           TypeError, ValueError: an unknown request, or numbers that are not positive ints.
         """
-        if isinstance(num_tokens, np.ndarray):
-            if num_tokens.dtype != np.int64 or num_tokens.ndim != 1:
-                raise TypeError(
-                    "num_tokens must map requests to ints, or be the int64[N] of their indices, "
-                    f"got {num_tokens.dtype}{list(num_tokens.shape)}"
-                )
-            return num_tokens, np.ones(num_tokens.size, np.int64)
         if not isinstance(num_tokens, Mapping):
             raise TypeError(
                 f"num_tokens must map requests to ints, got {type(num_tokens).__name__}"

@@ -410,7 +410,11 @@ class Scheduler(Unique):
         """
         self._change()
         queues, table = self._queues, self._table
-        index, counts = table.read(num_tokens)
+        if isinstance(num_tokens, np.ndarray):
+            table.check_index(num_tokens)
+            index, counts = num_tokens, np.ones(num_tokens.size, np.int64)
+        else:
+            index, counts = table.read(num_tokens)
         before, rows = table.num_tokens[index], table.rows[index]
         computed = self._manager.computed_by_row[rows]
         early, waits = computed < before, rows < 0
