@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels._tiling import Tiling
 
-if TYPE_CHECKING:
-    from jax._src.pallas.mosaic_gpu.core import SomeLayout
-
-# A reference within a kernel: jax annotates Mosaic's functions with classes of its own, which
-# `jax.Ref` is not one of.
-type Ref = Any
-type Layout = SomeLayout  # of an array in the registers of a warpgroup
+# jax annotates Mosaic's functions with classes that it does not export.
+type Ref = Any  # a reference within a kernel; `jax.Ref` is none of these classes
+type Layout = Any  # of an array in the registers of a warpgroup
 # Shared memory or a barrier that a kernel asks for; None: not needed.
 type Scratch = pl.MemoryRef | plgpu.Barrier | plgpu.ClusterBarrier | None
 
