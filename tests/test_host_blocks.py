@@ -24,7 +24,7 @@ from jaxkv.pool import TransferError
 from tests.helpers import needs_devices
 from tests.layer_examples import plan_of
 from tests.simulation.device import Device
-from tests.simulation.of_offload import TierServing
+from tests.simulation.of_offload import OffloadSimulation
 from tests.test_offload import FULL, STATE, WINDOW
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
@@ -130,7 +130,7 @@ class RealDevice(Device):
         return np.random.default_rng(seed).integers(0, 255, size, np.uint8)
 
 
-class RealServing(TierServing):
+class RealSimulation(OffloadSimulation):
     """Random requests over a cache with bytes."""
 
     def __init__(self, seed: int, name: str):
@@ -150,8 +150,8 @@ class RealServing(TierServing):
 def test_the_bytes_of_both_memories_are_those_of_their_requests(name: str) -> None:
     seen, first = Counter[str](), random.SystemRandom().randrange(2**40) if IS_LONG else 8
     for seed in range(first, first + (50 if IS_LONG else 1)):
-        serving = RealServing(seed, name)
-        seen += serving.run(60 if IS_LONG else 20) + serving.oracle.device.checked
+        simulation = RealSimulation(seed, name)
+        seen += simulation.run(60 if IS_LONG else 20) + simulation.oracle.device.checked
     assert min(seen[what] for what in ("stored", "loaded", "blocks", "host blocks")) > 0, seen
 
 

@@ -30,7 +30,7 @@ from jaxkv._src.scheduler._admission import Admission
 from jaxkv.blocks import Chunk, OffloadStats, Transfers
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
 from tests.layer_examples import plan_of
-from tests.simulation import run_serving
+from tests.simulation import run_simulation
 from tests.simulation.of_offload import STORED
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
@@ -45,7 +45,7 @@ def test_requests_read_their_own_bytes_from_both_memories() -> None:
     first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
     seen: Counter[str] = Counter()
     for seed, kind in itertools.product(range(first, first + (80 if IS_LONG else 1)), STORED):
-        seen += run_serving(seed, kind, offload=True)
+        seen += run_simulation(seed, kind, offload=True)
     assert min(seen[what] for what in ("stored", "loaded", "parked", "resumed")) > 0, seen
 
 
@@ -61,13 +61,13 @@ def test_requests_read_their_own_bytes_from_both_memories() -> None:
         (9810014029, "checkpoints that come from the host with blocks computed anew are bounded"),
     ],
 )
-def test_servings_that_found_a_fault(seed: int, calls: str) -> None:
-    run_serving(seed, offload=True)
+def test_simulations_that_found_a_fault(seed: int, calls: str) -> None:
+    run_simulation(seed, offload=True)
 
 
 def test_a_block_that_was_taken_is_not_loaded_after_a_copy_of_it_was_dropped() -> None:
-    """Found by a serving whose kind is drawn, and that has host memory by chance."""
-    run_serving(41024000082)
+    """Found by a simulation whose kind is drawn, and that has host memory by chance."""
+    run_simulation(41024000082)
 
 
 def len_or_none(tokens: np.ndarray | None) -> str:
@@ -312,9 +312,9 @@ def seals_late(kept: CachedPrompts, after_step: Callable, rows: np.ndarray) -> N
 def test_copies_in_a_wrong_order_are_found(where, method: str, wrong, monkeypatch) -> None:
     right = getattr(where, method)
     monkeypatch.setattr(where, method, lambda self, *args: wrong(self, right, *args))
-    with pytest.raises(AssertionError, match="serving"):
+    with pytest.raises(AssertionError, match="simulation"):
         for seed in range(20):
-            run_serving(seed, "one state", offload=True)
+            run_simulation(seed, "one state", offload=True)
 
 
 # --- loads next to steps ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Random servings of every kind of plan: no wrong byte, no refused step, no standstill, no leak."""
+"""Simulations of every kind of plan: no wrong byte, no refused step, no standstill, no leak."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from jaxkv._src.scheduler._admission import Admission
-from tests.simulation import run_serving
+from tests.simulation import run_simulation
 from tests.simulation.of_offload import STORED
 from tests.simulation.of_prefixes import SHARED
 from tests.simulation.plans import KINDS
@@ -22,7 +22,7 @@ def test_requests_read_what_they_wrote_and_all_of_them_end(kind: str) -> None:
     seen: Counter[str] = Counter()
     # Those of the default run see all, and what slips have changed.
     for seed in range(first, first + 2000) if IS_LONG else (0, *range(5, 12)):
-        seen += run_serving(seed, kind)
+        seen += run_simulation(seed, kind)
     wanted = {"steps", "forks", "rewinds", "lost schedules", "hits"}
     rare = {"cross": "hits", "two states": "rewinds", "three states": "rewinds"}
     assert not wanted - {rare.get(kind)} - set(seen), seen
@@ -33,7 +33,7 @@ def test_prompts_share_the_longest_prefix_that_the_definition_allows(kind: str) 
     first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
     seen: Counter[str] = Counter()
     for seed in range(first, first + (1000 if IS_LONG else 3)):
-        seen += run_serving(seed, kind, prefixes=True)
+        seen += run_simulation(seed, kind, prefixes=True)
     assert seen["hits"], seen
 
 
@@ -46,8 +46,8 @@ def test_prompts_share_the_longest_prefix_that_the_definition_allows(kind: str) 
         (63100020206, "offload copies", "a request is parked between a rewind and its next step"),
     ],
 )
-def test_servings_in_which_the_definition_was_wrong(seed: int, which: str, what: str) -> None:
-    run_serving(seed, **dict.fromkeys(which.split(), True))
+def test_simulations_in_which_the_definition_was_wrong(seed: int, which: str, what: str) -> None:
+    run_simulation(seed, **dict.fromkeys(which.split(), True))
 
 
 def test_blocks_that_wait_to_be_copied_are_shared_given_back_and_taken_again() -> None:
@@ -55,11 +55,11 @@ def test_blocks_that_wait_to_be_copied_are_shared_given_back_and_taken_again() -
     first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
     seen: Counter[str] = Counter()
     for seed, kind in itertools.product(range(first, first + (400 if IS_LONG else 6)), KINDS):
-        seen += run_serving(seed, kind, copies=True)
+        seen += run_simulation(seed, kind, copies=True)
     for seed, kind in itertools.product(range(first, first + (100 if IS_LONG else 2)), STORED):
-        seen += run_serving(seed, kind, copies=True, offload=True)
+        seen += run_simulation(seed, kind, copies=True, offload=True)
     # A block came from host memory after it was taken again, for a copy that had been given back.
-    seen += run_serving(5706703036, copies=True, offload=True)
+    seen += run_simulation(5706703036, copies=True, offload=True)
     assert min(seen[what] for what in ("copies", "imports", "rewinds", "loaded")) > 0, seen
 
 
@@ -79,5 +79,5 @@ def test_requests_wait_where_an_estimate_of_their_blocks_was_too_low(kind, monke
     monkeypatch.setattr(Admission, "_fits_budget", any_has_room)
     monkeypatch.setattr(Admission, "grows", counted)
     for seed in range(1, 2001 if IS_LONG else 9, 2):  # those of a scheduler
-        run_serving(seed, kind, offload=seed % 4 == 3)
+        run_simulation(seed, kind, offload=seed % 4 == 3)
     assert refused["refused"]

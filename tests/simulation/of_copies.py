@@ -1,13 +1,13 @@
-"""Random servings of a manager whose blocks are shared, copied and given back between its steps."""
+"""Simulations of a manager whose blocks are shared, copied and given back between its steps."""
 
 from collections.abc import Callable, Hashable
 
 from jaxkv import OutOfBlocksError
-from tests.simulation.of_manager import ManagerServing
-from tests.simulation.of_offload import TierServing
+from tests.simulation.of_manager import ManagerSimulation
+from tests.simulation.of_offload import OffloadSimulation
 
 
-class CopyServing(ManagerServing):
+class CopySimulation(ManagerSimulation):
     """Requests that grow, fork, end and come from other caches before any step makes copies."""
 
     def __init__(self, seed: int, kind: str | None, history: list[str]):
@@ -63,5 +63,5 @@ class CopyServing(ManagerServing):
                 self.check()
 
 
-class TierCopyServing(CopyServing, TierServing):
+class OffloadCopySimulation(CopySimulation, OffloadSimulation):
     """Such requests next to host memory, from which blocks are loaded before copies are made."""

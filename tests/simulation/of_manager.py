@@ -1,4 +1,4 @@
-"""Random servings of a manager alone."""
+"""Simulations of a manager alone."""
 
 import random
 from collections import Counter
@@ -10,10 +10,10 @@ from jaxkv.blocks import ExportedBlocks, Upload
 from tests.simulation.oracle import Known
 from tests.simulation.plans import most_drafts
 from tests.simulation.prefixes import ReferencePrefixes
-from tests.simulation.traffic import NAMES, Serving
+from tests.simulation.traffic import NAMES, Simulation
 
 
-class ManagerServing(Serving):
+class ManagerSimulation(Simulation):
     """Every call of a manager, in any order."""
 
     def __init__(self, seed: int, kind: str | None, history: list[str]):

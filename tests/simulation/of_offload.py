@@ -1,4 +1,4 @@
-"""Random servings of a manager whose kept blocks go to host memory, and come back often."""
+"""Simulations of a manager whose kept blocks go to host memory, and come back often."""
 
 import random
 from collections import Counter
@@ -6,17 +6,17 @@ from collections.abc import Hashable
 
 from jaxkv import HostMemory, Plan
 from jaxkv._src.offload._manager import LOOKAHEAD_BYTES
-from tests.simulation.of_manager import ManagerServing
-from tests.simulation.of_scheduler import SchedulerServing
+from tests.simulation.of_manager import ManagerSimulation
+from tests.simulation.of_scheduler import SchedulerSimulation
 from tests.simulation.oracle import Known
 from tests.simulation.plans import KINDS, random_plan
 from tests.simulation.prefixes import Prompt
-from tests.simulation.traffic import Serving
+from tests.simulation.traffic import Simulation
 
 STORED = [kind for kind in KINDS if kind != "cross"]
 
 
-class Tight(Serving):
+class Tight(Simulation):
     """A pool that holds hardly one request, next to host memory."""
 
     def random_plan(self) -> Plan:
@@ -34,11 +34,11 @@ class Tight(Serving):
         self.manager._offload.lookahead_bytes = random.Random(-seed).choice([1, LOOKAHEAD_BYTES])
 
 
-class TierSchedulerServing(Tight, SchedulerServing):
+class OffloadSchedulerSimulation(Tight, SchedulerSimulation):
     """An engine whose requests preempt each other all the time."""
 
 
-class TierServing(Tight, ManagerServing):
+class OffloadSimulation(Tight, ManagerSimulation):
     """Requests of few prompts in a pool that holds hardly one of them."""
 
     def __init__(self, seed: int, kind: str | None, history: list[str]):

@@ -1,15 +1,15 @@
-"""Random servings of a manager that keeps what its requests compute, and finds all of it again."""
+"""Simulations of a manager that keeps what its requests compute, and finds all of it again."""
 
 from collections.abc import Callable, Hashable
 
 from jaxkv import HostMemory, Plan
-from tests.simulation.of_manager import ManagerServing
+from tests.simulation.of_manager import ManagerSimulation
 from tests.simulation.plans import KINDS, random_plan
 
 SHARED = [kind for kind in KINDS if kind != "cross"]
 
 
-class PrefixServing(ManagerServing):
+class PrefixSimulation(ManagerSimulation):
     """Requests whose chunks end where states are kept, in a pool with room for some prompts."""
 
     def random_plan(self) -> Plan:

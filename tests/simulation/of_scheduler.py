@@ -1,4 +1,4 @@
-"""Random servings of an engine over `Scheduler`."""
+"""Simulations of an engine over `Scheduler`."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from jaxkv.scheduler import Schedule
 from tests.simulation.oracle import Known
 from tests.simulation.plans import ROOM, most_drafts, random_plan
 from tests.simulation.promises import Promises
-from tests.simulation.traffic import NAMES, Serving
+from tests.simulation.traffic import NAMES, Simulation
 
 WRONG_PROMPTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "negative ids": lambda n: {"ids": [-1] * n},
@@ -33,7 +33,7 @@ WRONG_PROMPTS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-class SchedulerServing(Serving):
+class SchedulerSimulation(Simulation):
     """An engine over `Scheduler`, from arrivals to its last token.
 
     ahead: steps that the host is ahead of the ids of the tokens that it samples.
@@ -113,7 +113,7 @@ class SchedulerServing(Serving):
     def prompt(self) -> list[int]:
         return super().prompt()[: self.draw.randint(1, 6) if self.is_crowd else None]
 
-    # --- the whole serving ------------------------------------------------------------
+    # --- the whole simulation ------------------------------------------------------------
 
     def run(self, num_requests: int) -> Counter[str]:
         """Serves random traffic until each request has ended."""

@@ -9,11 +9,11 @@ from jaxkv.scheduler import Schedule
 from tests.simulation.oracle import Known
 
 if TYPE_CHECKING:
-    from tests.simulation.of_scheduler import SchedulerServing
+    from tests.simulation.of_scheduler import SchedulerSimulation
 
 
 class Promises:
-    """Checks the schedules of a serving.
+    """Checks the schedules of a simulation.
 
     ends: by request, the numbers of tokens after which a chunk of its prompt has to end.
     newest: by request, the tokens before its newest ones, which one step computes.
@@ -23,9 +23,9 @@ class Promises:
     found: by waiting request, the cached tokens that it had then.
     """
 
-    def __init__(self, serving: "SchedulerServing"):
-        self._serving, self._scheduler = serving, serving.scheduler
-        self._manager, self._plan = serving.manager, serving.plan
+    def __init__(self, simulation: "SchedulerSimulation"):
+        self._simulation, self._scheduler = simulation, simulation.scheduler
+        self._manager, self._plan = simulation.manager, simulation.plan
         self.ends: dict[Hashable, set[int]] = {}
         self.newest: dict[Hashable, int] = {}
         self.prefills: dict[Hashable, int] = {}
@@ -34,13 +34,13 @@ class Promises:
 
     def before(self) -> None:
         """Notes which prefixes a schedule that is about to be chosen can find."""
-        serving, manager = self._serving, self._manager
+        simulation, manager = self._simulation, self._manager
         self.evicted = manager.prefix_stats().evicted_blocks
-        waiting = [r.name for r in self._scheduler._queues.waiting] if serving.has_tokens else []
+        waiting = [r.name for r in self._scheduler._queues.waiting] if simulation.has_tokens else []
         self.found = {
-            name: manager.find_prefix(request.tokens, **serving.keys(request)).num_cached_tokens
+            name: manager.find_prefix(request.tokens, **simulation.keys(request)).num_cached_tokens
             for name in waiting
-            if (request := serving.requests.get(name)) is not None
+            if (request := simulation.requests.get(name)) is not None
         }
 
     def check_new(
@@ -53,19 +53,19 @@ class Promises:
           cut: the most tokens of it; None: those of any.
           had_work: whether it was to have work.
         """
-        serving, work = self._serving, schedule.work
+        simulation, work = self._simulation, schedule.work
         assert cut is None or sum(work.values()) <= cut, "more tokens than asked for"
         assert schedule.hits.keys().isdisjoint(running), "a hit is told twice"
         assert set(running).issuperset(schedule.preempted), "one that waits is preempted"
         if schedule.preempted:
-            oldest = min(serving.ages[name] for name in schedule.preempted)
+            oldest = min(simulation.ages[name] for name in schedule.preempted)
             may_be = set(self._scheduler.running) - {
                 r.name for r in self._scheduler._queues.exporting
             }
-            younger = [name for name in may_be if serving.ages[name] > oldest]
+            younger = [name for name in may_be if simulation.ages[name] > oldest]
             assert not younger, f"one older than {younger} is preempted"
         for name, count in work.items():
-            request = serving.requests.get(name)
+            request = simulation.requests.get(name)
             inside = range(request.computed + 1, request.computed + count) if request else ()
             crossed = self.ends.get(name, set()).intersection(inside)
             crossed = {end for end in crossed if end <= self.newest.get(name, end)}
@@ -76,9 +76,9 @@ class Promises:
                 assert count == left or left > self._most_new(), f"{name!r}: {count} of {left}"
         self._check_hits(schedule)
         self._check_progress(schedule, had_work and cut is None)  # drafts may need more than that
-        most = serving.options["max_tokens"] if cut is None else cut
-        is_full = sum(work.values()) >= min(most, serving.options["max_tokens"])
-        if not (is_full or len(work) >= serving.shape.batch_size or schedule.preempted):
+        most = simulation.options["max_tokens"] if cut is None else cut
+        is_full = sum(work.values()) >= min(most, simulation.options["max_tokens"])
+        if not (is_full or len(work) >= simulation.shape.batch_size or schedule.preempted):
             self._check_complete(schedule, running)
 
     def _most_new(self) -> int:
@@ -87,31 +87,33 @@ class Promises:
         drafts = [g.speculative_blocks for g in growths if g.cache_mode == "align"]
         most = 1 + min([n for n in drafts if n], default=self._plan.max_model_len)
         limit = self._plan.limits.max_in_flight_tokens
-        return min(self._serving.options["max_tokens"], limit, most)
+        return min(self._simulation.options["max_tokens"], limit, most)
 
     def _check_hits(self, schedule: Schedule) -> None:
         """Checks that requests start with all of their prefix that the cache held before."""
-        serving, stats = self._serving, self._manager.prefix_stats()
+        simulation, stats = self._simulation, self._manager.prefix_stats()
         copies = any(
             g.growth.kind == "state" and g.growth.cache_mode != "all" for g in self._plan.groups
         )
-        shares = not serving.has_encoder and (serving.options["forks"] or not copies)
+        shares = not simulation.has_encoder and (simulation.options["forks"] or not copies)
         if not shares or stats.evicted_blocks > self.evicted or self._manager.offload_stats():
             return
         for name, hit in schedule.hits.items():
             found = self.found.get(name, 0)
-            if found <= min(self._serving.most_cached, self.newest.get(name, found)):
+            if found <= min(self._simulation.most_cached, self.newest.get(name, found)):
                 assert hit.num_cached_tokens >= found, f"{name!r} starts with less than {found}"
 
     def begin(self, schedule: Schedule) -> None:
         """Notes after which tokens the chunks of requests that start have to end."""
-        serving = self._serving
+        simulation = self._simulation
         for name, hit in schedule.hits.items():
             self.ends[name] = set(hit.chunk_ends)
-            if name in serving.requests:
-                self.prefills[name] = len(serving.requests[name].tokens)
-            if (size := serving.options["chunk_tokens"]) is not None and name in serving.requests:
-                self.ends[name].update(range(size, len(serving.requests[name].tokens), size))
+            if name in simulation.requests:
+                self.prefills[name] = len(simulation.requests[name].tokens)
+            if (
+                size := simulation.options["chunk_tokens"]
+            ) is not None and name in simulation.requests:
+                self.ends[name].update(range(size, len(simulation.requests[name].tokens), size))
 
     def rewound(self, name: Hashable, num_tokens: int) -> None:
         """Notes that other tokens may follow the first ones of a request."""
@@ -121,26 +123,26 @@ class Promises:
 
     def check(self, schedule: Schedule) -> None:
         """Checks a schedule, whether it was just chosen or comes again."""
-        serving, work, running = self._serving, schedule.work, self._scheduler.running
-        assert sum(work.values()) <= serving.shape.max_tokens
-        assert len(work) <= serving.shape.batch_size
+        simulation, work, running = self._simulation, schedule.work, self._scheduler.running
+        assert sum(work.values()) <= simulation.shape.max_tokens
+        assert len(work) <= simulation.shape.batch_size
         assert set(work) <= set(running) and set(self._manager.requests) == set(running)
         assert set(schedule.preempted) <= set(self._scheduler.waiting)
-        assert serving.options["preemption"] or not schedule.preempted
+        assert simulation.options["preemption"] or not schedule.preempted
         for index, (name, count) in enumerate(work.items()):
-            request = serving.requests[name]
+            request = simulation.requests[name]
             left = len(request.tokens) - request.computed
             assert 1 <= count <= left, f"{name!r} computes {count} of {left} tokens"
             assert schedule.samples.get(name) == (index if count == left else None), "samples"
         for name in set(schedule.samples) - set(work):
             parent = list(work)[schedule.samples[name]]
             assert parent in schedule.samples, "the prompt is not computed"
-            assert serving.requests[parent] in serving.siblings[name], "samples of one prompt"
-        assert len(schedule.samples) - len(work) <= serving.manager.max_requests - len(running)
-        if serving.has_tokens and not serving.hides_drafts:
+            assert simulation.requests[parent] in simulation.siblings[name], "samples of one prompt"
+        assert len(schedule.samples) - len(work) <= simulation.manager.max_requests - len(running)
+        if simulation.has_tokens and not simulation.hides_drafts:
             assert schedule.token_ids.tolist() == self._ids(schedule), "token ids"
         for queue in (running, self._scheduler.waiting):
-            assert list(queue) == sorted(queue, key=serving.ages.__getitem__), "not by age"
+            assert list(queue) == sorted(queue, key=simulation.ages.__getitem__), "not by age"
 
     def check_started(self, schedule: Schedule) -> None:
         """Checks that the samples of a step run, once it is carried out."""
@@ -150,25 +152,27 @@ class Promises:
 
     def check_budgets(self, schedule: Schedule, upload: Upload) -> None:
         """Checks what a step takes of ``cached_tokens`` and ``forks``."""
-        serving = self._serving
-        taken = sum(serving.requests[name].unsynced for name in schedule.work)
-        assert taken <= self._serving.most_cached, f"{taken} cached tokens"
+        simulation = self._simulation
+        taken = sum(simulation.requests[name].unsynced for name in schedule.work)
+        assert taken <= self._simulation.most_cached, f"{taken} cached tokens"
         copied = set(upload.parts()["copy_destinations"].tolist())
         ids = [self._manager.block_ids(name) for name in self._manager.requests]
         copying = sum(not copied.isdisjoint(itertools.chain(*of_groups)) for of_groups in ids)
-        assert copying <= serving.options["forks"], f"{copying} requests copy blocks"
+        assert copying <= simulation.options["forks"], f"{copying} requests copy blocks"
 
     def check_books(self) -> None:
         """Checks that the scheduler counts its requests as the manager and the caller do."""
         queues = self._scheduler._queues
         running = {request.name: request for request in queues.running}
         assert {n: r.row for n, r in running.items()} == self._manager.requests
-        unsynced = [self._serving.requests[name].unsynced for name in running]
-        assert max(unsynced, default=0) <= self._serving.most_cached, "no step has room for these"
+        unsynced = [self._simulation.requests[name].unsynced for name in running]
+        assert max(unsynced, default=0) <= self._simulation.most_cached, (
+            "no step has room for these"
+        )
         assert queues.in_chunks <= {*queues.running}, "chunks"
         assert queues.exporting <= {*queues.running}, "requests that do not run are handed over"
-        if not self._serving.options["preemption"]:
-            limits = [self._serving.limits[name] for name in running]
+        if not self._simulation.options["preemption"]:
+            limits = [self._simulation.limits[name] for name in running]
             assert self._room_at_longest(limits) >= 0, "more run than fit at their longest"
         with_ends = {request for request in queues.running if request.chunk_ends}
         assert with_ends <= queues.in_chunks, "ends of chunks that no step looks at"
@@ -176,7 +180,7 @@ class Promises:
         assert sorted(indices + table._free) == list(range(len(table.rows)))
         for name, request in queues.by_name.items():
             assert table.names[request.index] == name and table.requests[request.index] is request
-            wanted = len(self._serving.requests[name].tokens)
+            wanted = len(self._simulation.requests[name].tokens)
             assert self._scheduler.num_tokens(name) == wanted, f"{name!r}: known tokens"
             assert table.rows[request.index] == request.row
             started = table.prefill_tokens[request.index]
@@ -188,7 +192,7 @@ class Promises:
         """Returns the token ids of a step, -1 for those that the host does not know yet."""
         ids: list[int] = []
         for name, count in schedule.work.items():
-            first, known = self._serving.requests[name].computed, self._serving.known[name]
+            first, known = self._simulation.requests[name].computed, self._simulation.known[name]
             known = known + [-1] * (first + count - len(known))
             ids += known[first : first + count]
         return ids
@@ -198,20 +202,23 @@ class Promises:
             self.idle = 0
             return
         self.idle += 1
-        most = 4 + self._serving.lookahead
+        most = 4 + self._simulation.lookahead
         assert self.idle < most, "has_work is True and schedules are empty: a livelock"
 
     def _check_complete(self, schedule: Schedule, running: tuple[Hashable, ...]) -> None:
         """Checks that a step with room to spare leaves nobody out who fits for certain."""
-        serving, longest = self._serving, self._plan.admission_blocks(self._plan.max_model_len)
+        simulation, longest = (
+            self._simulation,
+            self._plan.admission_blocks(self._plan.max_model_len),
+        )
         self._check_admitted(schedule, longest)
         # Decodes with drafts get what prompts leave of a step, although it may not be enough.
-        is_late = schedule.hits and serving.options["order"] == "prefill_first"
-        drafting = [self._together(r) for n in running if (r := serving.requests.get(n))]
+        is_late = schedule.hits and simulation.options["order"] == "prefill_first"
+        drafting = [self._together(r) for n in running if (r := simulation.requests.get(n))]
         if (is_late and any(drafting)) or self._manager.num_free_blocks < longest:
             return
         for name in set(running) - set(schedule.work):
-            request = serving.requests.get(name)
+            request = simulation.requests.get(name)
             if request is None or self._together(request) or request.unsynced:
                 continue
             has_work = len(request.tokens) > request.computed
@@ -222,20 +229,20 @@ class Promises:
 
     def _check_admitted(self, schedule: Schedule, longest: int) -> None:
         """Checks that the first waiting request was admitted if it fits."""
-        serving, waiting = self._serving, self._scheduler._queues.waiting
-        running = [serving.requests.get(name) for name in self._scheduler.running]
+        simulation, waiting = self._simulation, self._scheduler._queues.waiting
+        running = [simulation.requests.get(name) for name in self._scheduler.running]
         if not waiting or len(running) == self._manager.max_requests or None in running:
             return
         name = waiting[0].name
-        if name not in serving.requests or name in serving.unanswered:
+        if name not in simulation.requests or name in simulation.unanswered:
             return
-        first, held = serving.requests[name], 0
+        first, held = simulation.requests[name], 0
         if self._together(first):
             return
-        if serving.has_tokens:
-            if len(serving.known[name]) < len(first.tokens):
+        if simulation.has_tokens:
+            if len(simulation.known[name]) < len(first.tokens):
                 return
-            found = self._manager.find_prefix(first.tokens, **serving.keys(first))
+            found = self._manager.find_prefix(first.tokens, **simulation.keys(first))
             # The schedule may have found what it evicted later.
             has_evicted = self._manager.prefix_stats().evicted_blocks > self.evicted
             cached = max(found.num_cached_tokens, self.found.get(name, 0) if has_evicted else 0)
@@ -246,8 +253,8 @@ class Promises:
             held = found.num_allocated_blocks if cached and not has_evicted else 0
         if self._manager.num_swapped_tokens(name):
             return
-        limits = [serving.limits[request.name] for request in (*running, first)]
-        if not serving.options["preemption"]:
+        limits = [simulation.limits[request.name] for request in (*running, first)]
+        if not simulation.options["preemption"]:
             room = self._room_at_longest(limits)
         else:
             needed = [
@@ -285,5 +292,5 @@ class Promises:
 
     def _fits(self, schedule: Schedule, num_cached: int) -> bool:
         """Returns whether a step has room for the cached tokens of one more request."""
-        used = sum(self._serving.requests[name].unsynced for name in schedule.work)
-        return num_cached <= self._serving.most_cached - used and not self._serving.has_states
+        used = sum(self._simulation.requests[name].unsynced for name in schedule.work)
+        return num_cached <= self._simulation.most_cached - used and not self._simulation.has_states

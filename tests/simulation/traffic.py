@@ -1,4 +1,4 @@
-"""The common part of random servings of a scheduler and of a manager."""
+"""The common part of random simulations of a scheduler and of a manager."""
 
 import dataclasses
 import itertools
@@ -112,7 +112,7 @@ class Watched(BlockManager):
         return hit
 
 
-class Serving:
+class Simulation:
     """The common part of the traffic of a scheduler and of a manager."""
 
     def __init__(self, seed: int, kind: str | None, history: list[str]):
@@ -151,7 +151,7 @@ class Serving:
         return random_plan(self.draw, self.kind)
 
     def host_memory(self, seed: int) -> HostMemory | None:
-        """Returns host memory for one serving of two; draws apart, so that the rest stays."""
+        """Returns host memory for one simulation of two; draws apart, so that the rest stays."""
         draw = random.Random(-1 - seed)
         if draw.random() < 0.5 or any(g.growth.kind == "cross" for g in self.plan.groups):
             return None
