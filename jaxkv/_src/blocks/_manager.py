@@ -4,7 +4,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate
+from typing import Concatenate
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from jaxkv._src.blocks._resuming import (
     export_blocks,
     import_blocks,
 )
-from jaxkv._src.blocks._rows import RowAllocator, RowWork, Work
+from jaxkv._src.blocks._rows import RowAllocator, RowWork
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._steps import StepPlanner
 from jaxkv._src.internal.checks import (
@@ -180,7 +180,7 @@ class BlockManager(Unique):
         return self._steps.num_uploads
 
     @property
-    def requests(self) -> Mapping[Any, int]:
+    def requests(self) -> Mapping[Hashable, int]:
         """Running requests and the table row of each: a view that follows the manager."""
         return types.MappingProxyType(self._rows.by_name)
 
@@ -190,7 +190,7 @@ class BlockManager(Unique):
         return self.block_pool.num_free_blocks
 
     @property
-    def computed_tokens(self) -> Mapping[Any, int]:
+    def computed_tokens(self) -> Mapping[Hashable, int]:
         """Running requests and the tokens of each that are in the cache, after all uploads."""
         rows = np.fromiter(self._rows.by_name.values(), np.int64, len(self._rows.by_name))
         return dict(zip(self._rows.by_name, self._state.computed[rows].tolist(), strict=True))
@@ -469,7 +469,7 @@ class BlockManager(Unique):
         self._state.trim(np.array(rows, np.int64))
 
     @_alone
-    def rewind(self, num_tokens: Mapping[Any, int]) -> None:
+    def rewind[Name: Hashable](self, num_tokens: Mapping[Name, int]) -> None:
         """Reduces the computed tokens of requests after their drafts were rejected: all or none.
 
         The requests keep their blocks, and their next step overwrites the rejected tokens. A
@@ -618,8 +618,13 @@ class BlockManager(Unique):
     # --- steps --------------------------------------------------------------------
 
     @_alone
-    def step(
-        self, shape: StepShape, work: Work, *, extra: Ints = (), ring: Ring | None = None
+    def step[Name: Hashable](
+        self,
+        shape: StepShape,
+        work: Mapping[Name, int],
+        *,
+        extra: Ints = (),
+        ring: Ring | None = None,
     ) -> Upload:
         """Gives all requests of a step the blocks for their new tokens, and packs the upload.
 
@@ -684,7 +689,7 @@ class BlockManager(Unique):
         return self._rows.work(rows, num_tokens)
 
     @_alone
-    def grow(self, work: Work) -> None:
+    def grow[Name: Hashable](self, work: Mapping[Name, int]) -> None:
         """Gives requests the blocks for their next tokens: all of the requests, or none.
 
         For schedulers that decide on one request at a time; `step` then uses these blocks. A

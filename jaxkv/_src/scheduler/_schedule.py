@@ -1,8 +1,8 @@
 """`Schedule`, the work of one step. No jax."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,8 @@ class Schedule:
 
     work: RowWork
     samples: SampledRequests
-    preempted: tuple[Any, ...]
-    hits: Mapping[Any, PrefixHit]
+    preempted: tuple[Hashable, ...]
+    hits: Mapping[Hashable, PrefixHit]
     index: np.ndarray = dataclasses.field(repr=False, compare=False)
     num_computed: np.ndarray = dataclasses.field(repr=False, compare=False)
     _ids: Callable[["Schedule"], np.ndarray] = dataclasses.field(repr=False, compare=False)

@@ -1,7 +1,6 @@
 """`Scheduler`, which chooses the work of every step. No jax."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +64,7 @@ class Scheduler(Unique):
     )
 
     @plain_ints
-    def __init__(
+    def __init__[Name: Hashable](
         self,
         manager: BlockManager,
         *,
@@ -74,7 +73,7 @@ class Scheduler(Unique):
         order: Order = "decode_first",
         preemption: bool = True,
         forks: int = 0,
-        tokens: Tokens | None = None,
+        tokens: Tokens[Name] | None = None,
         cached_tokens: int | None = None,
         chunk_tokens: int | None = None,
         lookahead_steps: int = 0,
@@ -132,12 +131,12 @@ class Scheduler(Unique):
     # --- reading ------------------------------------------------------------------
 
     @property
-    def running(self) -> tuple[Any, ...]:
+    def running(self) -> tuple[Hashable, ...]:
         """Requests that have a row, oldest first."""
         return tuple([request.name for request in self._queues.running])
 
     @property
-    def waiting(self) -> tuple[Any, ...]:
+    def waiting(self) -> tuple[Hashable, ...]:
         """Requests that have no row, in the order in which they will be admitted."""
         return tuple(self._queues.waiting_names)
 
@@ -394,7 +393,7 @@ class Scheduler(Unique):
         self._queues.exporting.add(new)
         return exporting
 
-    def append(self, num_tokens: Mapping[Any, int] | np.ndarray) -> None:
+    def append[Name: Hashable](self, num_tokens: Mapping[Name, int] | np.ndarray) -> None:
         """Gives requests more tokens to compute: a sampled one, and drafts to verify with it.
 
         One step computes all of them, unless they are more than a step takes, so that `rewind` can
@@ -454,7 +453,7 @@ class Scheduler(Unique):
                 self._queues.in_chunks.add(request)
                 self._table.draft_starts[request.index] = ANYWHERE
 
-    def rewind(self, num_tokens: Mapping[Any, int]) -> None:
+    def rewind[Name: Hashable](self, num_tokens: Mapping[Name, int]) -> None:
         """Removes the last tokens of requests: drafts that were rejected.
 
         Args:
