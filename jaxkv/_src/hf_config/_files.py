@@ -3,7 +3,6 @@
 import difflib
 import pathlib
 import re
-from typing import Any
 
 from jaxkv._src.internal.files import read_json
 from jaxkv._src.internal.text import shown
@@ -17,7 +16,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PRESETS.glob("*.json")))
 
 
-def load_config(config: str | pathlib.PurePath) -> dict[str, Any]:
+def load_config(config: str | pathlib.PurePath) -> dict[str, object]:
     """Reads the configuration of a model.
 
     Args:

@@ -1,6 +1,7 @@
 """The spec of every layer, read from a configuration. No jax."""
 
 import difflib
+from collections.abc import Mapping
 from typing import get_args
 
 from jaxkv._src.hf_config._build import Options
@@ -13,7 +14,7 @@ from jaxkv._src.specs import CacheMode, EncoderOnlySpec, LayerSpec, SharedKVSpec
 
 
 def layers_from_config(
-    config: Config,
+    config: Mapping[str, object],
     *,
     kv_dtype: str | None = None,
     block_size: int | None = None,

@@ -29,7 +29,7 @@ MAX_STRETCHED = 2**53  # tokens; a product with a float is exact up to here
 STRETCHED = "gemma3"  # its files name the length after linear scaling
 
 
-def model_len(config: Config) -> int:
+def model_len(config: Mapping[str, object]) -> int:
     """Returns the model's own longest request, in tokens.
 
     It is ``model_max_length`` if the file names that, else the smallest length that it names.
@@ -93,7 +93,7 @@ def _rope(fields: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     yield f"{name}.{kind}", inner
 
 
-def encoder_len(config: Config) -> int:
+def encoder_len(config: Mapping[str, object]) -> int:
     """Returns the longest encoder input, in tokens; 0 without an encoder.
 
     Pass it to a plan as `Limits.max_encoder_tokens`. For Llama 3.2 Vision it is one image with

@@ -40,7 +40,7 @@ __all__ = ["Weights", "count_weights", "layers_per_stage", "num_layers"]
 LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
-def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights:
+def count_weights(config: Mapping[str, object], *, drafts: bool = False) -> Weights:
     """Counts the weights of a model, as its checkpoint stores them.
 
     Args:
