@@ -11,6 +11,10 @@ from typing import NoReturn, override
 COMMANDS = {
     "plan": ("jaxkv._src.cli.plan", "say which requests fit into the memory, and what to change"),
     "demo": ("jaxkv._src.demo.run", "serve a small hybrid model from one paged pool, and check it"),
+    "env": (
+        "jaxkv._src.env",
+        "say what is installed, and which kernels run here, for a bug report",
+    ),
 }
 
 

@@ -18,12 +18,14 @@ other blocks alike, including block 0.
 - `gated_delta_rule`, `selective_scan` and `causal_conv1d`: recurrent layers over states in pages
   (`StatePages`, `RequestStates`, `Convolution`).
 - `default_implementation`: the implementation that ``None`` stands for.
+- `explain_default`: the same for each kernel, with its instructions, or with the reason for XLA.
 - `import_mosaic`: imports what an implementation needs, before jax traces.
 - `read_extents`: reads rows of an array that the same program writes in place.
 """
 
 from pallas_kernels._capability import Implementation as Implementation
 from pallas_kernels._capability import default_implementation as default_implementation
+from pallas_kernels._capability import explain_default as explain_default
 from pallas_kernels._capability import import_mosaic as import_mosaic
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
 from pallas_kernels._in_place import read_extents as read_extents
@@ -59,6 +61,7 @@ __all__ = [
     "causal_conv1d",
     "copy_blocks",
     "default_implementation",
+    "explain_default",
     "gated_delta_rule",
     "import_mosaic",
     "paged_attention",

@@ -1,5 +1,6 @@
 """Devices that run the Mosaic GPU kernels, dtypes and grids of these. Does not import Mosaic."""
 
+import os
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
@@ -18,26 +19,38 @@ MIN_JAX = (0, 11)
 SMS_WITHOUT_GPU = 132  # an H100's and H200's
 
 Capability = tuple[int, int]  # compute capability of a GPU: major, minor
+WITHOUT_GPU: Capability = (9, 0)  # what kernels are lowered for, and interpreted as
+VARIABLE = "PALLAS_MOSAIC_CAPABILITY"  # as in 8.0: a GPU takes the kernels of another one
+
+
+# jaxlib's compiler ends the process for a GPU that it does not know, so that one that is not listed
+# here takes XLA.
+KNOWN: tuple[Capability, ...] = (
+    *((8, 0), (8, 6), (8, 7), (8, 9), (9, 0)),
+    *((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)),
+)
 
 
 class Capabilities(NamedTuple):
-    """Compute capabilities from ``least`` on, and below ``end`` if there is one."""
+    """The `KNOWN` compute capabilities from ``least`` on, and below ``end``."""
 
     least: Capability
-    end: Capability | None = None
+    end: Capability
 
     def include(self, capability: Capability) -> bool:
         """Returns whether a GPU of this compute capability is among them."""
-        return self.least <= capability and (self.end is None or capability < self.end)
+        return capability in KNOWN and self.least <= capability < self.end
 
     def __str__(self) -> str:
-        least = f"{self.least[0]}.{self.least[1]}"
-        return f"{least} or newer" if self.end is None else f"from {least} to below {self.end[0]}.0"
+        return ", ".join(f"{major}.{minor}" for major, minor in filter(self.include, KNOWN))
 
 
-ANY = Capabilities((8, 0))
-TMA = Capabilities((9, 0))  # also stores by TMA, and stmatrix
-WGMMA = Capabilities((9, 0), (10, 0))  # instructions of Hopper alone
+END = (KNOWN[-1][0] + 1, 0)
+ALL = Capabilities((8, 0), END)
+AMPERE = Capabilities((8, 0), (9, 0))  # and Ada
+HOPPER = Capabilities((9, 0), (10, 0))
+BLACKWELL = Capabilities((10, 0), END)
+SINCE_HOPPER = Capabilities((9, 0), END)
 
 Kernel = Literal[
     "zero_blocks",
@@ -52,19 +65,21 @@ Kernel = Literal[
     "latents",
     "combine_latents",
 ]
-# The GPUs for which each kernel compiles; `make lane-gpus` compiles them for all kinds of GPUs.
-CAPABILITIES: dict[Kernel, Capabilities] = {
-    "zero_blocks": ANY,
-    "copy_blocks": ANY,
-    "write_rows": ANY,
-    "convolution": ANY,
-    "recurrent_step": TMA,
-    "recurrent_prompt": WGMMA,
-    "decode": WGMMA,
-    "prefill": WGMMA,
-    "combine": TMA,
-    "latents": WGMMA,
-    "combine_latents": ANY,
+# What a kernel moves and multiplies with; "plain": loads and stores of threads.
+Instructions = Literal["plain", "TMA", "wgmma, TMA"]
+# The one table of kernels, GPUs and instructions. `make lane-gpus` compiles all of it.
+KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
+    "zero_blocks": {"plain": ALL},
+    "copy_blocks": {"plain": ALL},
+    "write_rows": {"plain": ALL},
+    "convolution": {"plain": ALL},
+    "recurrent_step": {"TMA": SINCE_HOPPER},
+    "recurrent_prompt": {"wgmma, TMA": HOPPER},
+    "decode": {"wgmma, TMA": HOPPER},
+    "prefill": {"wgmma, TMA": HOPPER},
+    "combine": {"TMA": SINCE_HOPPER},
+    "latents": {"wgmma, TMA": HOPPER},
+    "combine_latents": {"plain": ALL},
 }
 
 
@@ -80,21 +95,65 @@ def default_implementation(*kernels: Kernel) -> Implementation:
     """
     for kernel in kernels:
         if kernel not in get_args(Kernel):
-            listed = ", ".join(map(repr, CAPABILITIES))
+            listed = ", ".join(map(repr, KERNELS))
             raise ValueError(f"kernels: {shown(kernel)} is none of {listed}")
-    return "xla" if why_unsupported(kernels or CAPABILITIES) else "mosaic_gpu"
+    return "xla" if why_unsupported(kernels or KERNELS) else "mosaic_gpu"
+
+
+def explain_default() -> dict[Kernel, str]:
+    """Returns for each kernel what the default device runs, and why.
+
+    ``"mosaic_gpu: "`` and the instructions that the kernel takes, or ``"xla: "`` and the reason.
+    """
+    told: dict[Kernel, str] = {}
+    for kernel in KERNELS:
+        reason = why_unsupported([kernel])
+        told[kernel] = f"xla: {reason}" if reason else f"mosaic_gpu: {instructions_of(kernel)}"
+    return told
 
 
 def compute_capability() -> Capability | None:
     """Returns the compute capability of the default device; None without a GPU, (0, 0) of others.
 
-    All choices go by this function.
+    All choices go by this function. Where `VARIABLE` is set, a GPU takes the kernels of another
+    one; it has to know their instructions.
     """
     if jax.default_backend() != "gpu":
         return None
-    major, _, minor = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
-    is_number = major.isdecimal() and minor.isdecimal()
-    return (int(major), int(minor)) if is_number else (0, 0)
+    if (forced := forced_capability()) is not None:
+        return forced
+    return _parse(str(getattr(jax.devices()[0], "compute_capability", ""))) or (0, 0)
+
+
+def forced_capability() -> Capability | None:
+    """Returns the compute capability that the environment asks for, if any.
+
+    Raises:
+      ValueError: it is not one of `KNOWN`.
+    """
+    if not (text := os.environ.get(VARIABLE, "")):
+        return None
+    if (capability := _parse(text)) not in KNOWN:
+        listed = ", ".join(f"{major}.{minor}" for major, minor in KNOWN)
+        raise ValueError(f"{VARIABLE}={text}: it must be one of {listed}")
+    return capability
+
+
+def _parse(text: str) -> Capability | None:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
+def instructions_of(kernel: Kernel) -> Instructions | None:
+    """Returns the instructions that a kernel takes on the default device, or None.
+
+    Without a GPU, where kernels are lowered or interpreted: on a Hopper.
+    """
+    capability = compute_capability() or WITHOUT_GPU
+    for instructions, capabilities in KERNELS[kernel].items():
+        if capabilities.include(capability):
+            return instructions
+    return None
 
 
 def why_unsupported(kernels: Iterable[Kernel], any_platform: bool = False) -> str | None:
@@ -110,10 +169,11 @@ def why_unsupported(kernels: Iterable[Kernel], any_platform: bool = False) -> st
     if capability is None:
         return None if any_platform else "the default device is not a GPU"
     for kernel in kernels:
-        if not CAPABILITIES[kernel].include(capability):
+        if instructions_of(kernel) is None:
+            listed = ", ".join(map(str, KERNELS[kernel].values()))
             return (
-                f"the kernel {kernel!r} needs compute capability {CAPABILITIES[kernel]}, and this "
-                f"GPU has {capability[0]}.{capability[1]}"
+                f"the kernel {kernel!r} needs compute capability {listed}, and this GPU has "
+                f"{capability[0]}.{capability[1]}"
             )
     return None
 
@@ -124,7 +184,7 @@ def import_mosaic(implementation: Implementation | None) -> None:
     An import while jax traces a function makes it trace again what it has traced before.
     """
     check_choice(get_args(Implementation), implementation=implementation)
-    reasons = [why_unsupported([kernel], implementation == "mosaic_gpu") for kernel in CAPABILITIES]
+    reasons = [why_unsupported([kernel], implementation == "mosaic_gpu") for kernel in KERNELS]
     if implementation != "xla" and not all(reasons):
         import pallas_kernels._mosaic  # noqa: F401
 
@@ -134,7 +194,7 @@ def shared_memory_bytes() -> int:
 
     Without a GPU: on a Hopper.
     """
-    capability = compute_capability() or (9, 0)
+    capability = compute_capability() or WITHOUT_GPU
     if capability in ((8, 6), (8, 9)) or capability[0] == 12:
         return 99 * 1024
     return (163 if capability[0] == 8 else 227) * 1024

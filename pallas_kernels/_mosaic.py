@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import core, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels import _capability
 from pallas_kernels._tiling import Tiling
 
 # jax annotates Mosaic's functions with classes that it does not export.
@@ -22,6 +24,12 @@ type Scratch = pl.MemoryRef | plgpu.Barrier | plgpu.ClusterBarrier | None
 # Interpret mode supports neither wgmma with an operand in registers nor wgmma that accumulates.
 # With False, operands go through shared memory, and sums are computed separately.
 OPERANDS_IN_REGISTERS = True
+
+if (forced := _capability.forced_capability()) is not None:
+    # Mosaic then lowers for the other GPU, and ptxas compiles that for this one.
+    utils._infer_arch = lambda: forced
+    # A kernel with more is an error.
+    core._SMEM_SIZE_BOUND = _capability.shared_memory_bytes()  # pyrefly: ignore[bad-assignment]
 
 
 def call_kernel(

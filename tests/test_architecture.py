@@ -25,7 +25,7 @@ PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pa
 # import jax; what stands on the right only inside a function that was given one of its own.
 ROWS: list[tuple[list[str], list[str]]] = [
     (["__main__"], ["public"]),
-    (["cli"], ["demo"]),
+    (["cli"], ["demo", "env"]),
     (["plotting"], ["testing"]),
     ([], ["engine"]),
     ([], ["step"]),

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import _capability, default_implementation, import_mosaic
+from jaxkv.__main__ import main
+from pallas_kernels import (
+    _capability,
+    default_implementation,
+    explain_default,
+    import_mosaic,
+)
 from pallas_kernels._dispatch import choose
 from tests.helpers import HAS_MOSAIC, ON_GPU, needs_mosaic
 
@@ -30,30 +36,36 @@ def test_the_default_suits_the_device() -> None:
 
 
 # By hand, from NVIDIA's PTX manual: wgmma is for sm_90a alone, TMA and stmatrix from sm_90 on.
+ALL = set(get_args(_capability.Kernel))
 BY_WGMMA = {"decode", "prefill", "latents", "recurrent_prompt"}
 BY_TMA = {"combine", "recurrent_step"}
 RUNS = {
-    "7.5": set(),
-    "8.0": set(get_args(_capability.Kernel)) - BY_WGMMA - BY_TMA,
-    "8.9": set(get_args(_capability.Kernel)) - BY_WGMMA - BY_TMA,
-    "9.0": set(get_args(_capability.Kernel)),
-    "10.0": set(get_args(_capability.Kernel)) - BY_WGMMA,
-    "10.3": set(get_args(_capability.Kernel)) - BY_WGMMA,
-    "12.0": set(get_args(_capability.Kernel)) - BY_WGMMA,
-    "13.7": set(get_args(_capability.Kernel)) - BY_WGMMA,
-    "": set(),
+    **dict.fromkeys(("8.0", "8.6", "8.7", "8.9"), ALL - BY_WGMMA - BY_TMA),
+    "9.0": ALL,
+    **dict.fromkeys(("10.0", "10.3", "11.0", "12.0", "12.1"), ALL - BY_WGMMA),
+    **{unknown: set() for unknown in ("7.5", "9.1", "13.0", "13.7", "")},
 }
 
 
 @needs_mosaic
+@pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("capability", RUNS)
 def test_a_gpu_runs_the_kernels_of_its_instructions_and_xla_for_others(
-    capability: str, monkeypatch
+    capability: str, forced: bool, monkeypatch
 ) -> None:
-    pretend(monkeypatch, Gpu(capability, 84))
-    for kernel in get_args(_capability.Kernel):
+    """Its own, or those of the GPU that the environment asks for."""
+    pretend(monkeypatch, Gpu("9.0" if forced else capability, 84))
+    if forced:
+        monkeypatch.setenv(_capability.VARIABLE, capability)
+        if capability and not RUNS[capability]:
+            with pytest.raises(ValueError, match=f"{capability}: it must be one of 8.0, 8.6"):
+                default_implementation()
+            return
+        capability = capability or "9.0"
+    for kernel, told in explain_default().items():
         runs = kernel in RUNS[capability]
         assert default_implementation(kernel) == ("mosaic_gpu" if runs else "xla")
+        assert told.startswith("mosaic_gpu: " if runs else "xla: the kernel ")
         reason = _capability.why_unsupported([kernel], any_platform=True)
         assert (reason is None) == runs
         if reason is not None:
@@ -62,6 +74,14 @@ def test_a_gpu_runs_the_kernels_of_its_instructions_and_xla_for_others(
     assert default_implementation() == ("mosaic_gpu" if capability == "9.0" else "xla")
     with pytest.raises(ValueError, match=r"kernels: 'attend' is none of 'zero_blocks'"):
         default_implementation("attend")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_the_environment_is_told_for_bug_reports(capsys) -> None:
+    assert main(["env"]) == 0
+    told = capsys.readouterr().out
+    assert f"jax {jax.__version__}, " in told and jax.devices()[0].device_kind in told
+    for kernel, path in explain_default().items():
+        assert f" {kernel} " in told and path in told
 
 
 @needs_mosaic
