@@ -20,9 +20,9 @@ import pytest
 import jaxkv
 from jaxkv._src.engine import _device
 from jaxkv._src.engine._device import Device
+from jaxkv._src.engine._outputs import Kind
 from jaxkv._src.engine._sampler import _keep, _scaled, draw, fields_of
 from jaxkv._src.engine._samples import RECORD, record_of
-from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.numbers import MAX_SAMPLES
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
@@ -277,7 +277,7 @@ def test_a_call_returns_what_each_of_its_steps_draws() -> None:
         uploads = tuple([shape.idle(engine._packer.ring) for _ in range(count)])
         traced = device._step_of(uploads).trace(*device._arguments(uploads))
         state, out = traced.out_info
-        assert out.shape == (count, 2 * shape.batch_size + 1)
+        assert out["sampled"].shape == (count, 2 * shape.batch_size + 1)
         assert state[1].shape == device._sampled.shape
         assert f"<host>[{count}," not in str(traced.jaxpr)
 
@@ -636,7 +636,9 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
                 raise KeyboardInterrupt
             return np.asarray(self.out)
 
-    monkeypatch.setattr(engine._device, "run", lambda uploads: Sampled(right(uploads)))
+    monkeypatch.setattr(
+        engine._device, "run", lambda uploads: {"sampled": Sampled(right(uploads)["sampled"])}
+    )
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
     tokens: dict[Any, list[int]] = {}
@@ -804,9 +806,9 @@ def test_prompts_and_answers_are_as_long_as_the_plan_allows() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sampling_needs_no_more_of_the_sampler_than_its_limits(name: str) -> None:
     for value, is_limited in KINDS[name].items():
-        kind = Sampling(**{"temperature": 1.0, name: value}).kind
+        kind = Sampling(**{"temperature": 1.0, name: value}).step_options.kind
         assert kind == (Kind.LIMITED if is_limited else Kind.SAMPLED)
-        assert Sampling(**{name: value, "temperature": 0}).kind == Kind.GREEDY
+        assert Sampling(**{name: value, "temperature": 0}).step_options.kind == Kind.GREEDY
 
 
 def no_logits(params: Any, step: jaxkv.StepContext) -> Any:

@@ -258,7 +258,7 @@ def test_calls_that_fail_after_they_took_the_cache_run_again(monkeypatch) -> Non
             if chance < 0.1:
                 jax.tree.map(lambda array: array.delete(), engine._device.cache)
             raise RuntimeError("RESOURCE_EXHAUSTED")
-        return Failed() if chance < 0.3 else out
+        return {"sampled": Failed()} if chance < 0.3 else out
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._device, "run", sometimes)

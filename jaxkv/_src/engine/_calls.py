@@ -4,16 +4,16 @@ import array
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
+import jax
 import numpy as np
-from jax import Array
 
 from jaxkv._src.cache import CacheError
-from jaxkv._src.engine._device import Device
+from jaxkv._src.engine._device import Arrays, Device
+from jaxkv._src.engine._outputs import FinishReason, Output
 from jaxkv._src.engine._packer import NONE_SAMPLED, Packer, Sampled, Step
 from jaxkv._src.engine._samples import Sample
-from jaxkv._src.engine._sampling import FinishReason, Output
 
 LOOKAHEAD_CALLS = 2  # one runs while the next one waits for it
 
@@ -38,7 +38,7 @@ class Calls:
     device: Device
     packer: Packer
     decode_steps: int
-    in_flight: list[tuple[list[Step], Array]] = dataclasses.field(default_factory=list)
+    in_flight: list[tuple[list[Step], Arrays]] = dataclasses.field(default_factory=list)
     changed: dict[Sample, int] = dataclasses.field(default_factory=dict)
     is_broken: bool = False
     starts_over: bool = False
@@ -130,22 +130,24 @@ class Calls:
         while len(self.in_flight) > max(0, num_left):
             steps, out = self.in_flight[0]
             try:
-                outs = np.asarray(out)  # the call stays if this is interrupted
+                of_call = jax.tree.map(np.asarray, out)  # it stays if this is interrupted
             except Exception:
                 self.is_broken = True
                 self.device.discard()  # the calls after it fail, too
                 raise
             self.is_broken = True
             self.in_flight.pop(0)
-            for sampled, step in zip(outs, steps, strict=True):
-                if sampled[-1]:
-                    raise CacheError(int(sampled[-1]))
-                self._take(sampled, step.sampled)
+            for at, step in enumerate(steps):
+                of_step = {name: array[at] for name, array in of_call.items()}
+                if flags := int(of_step["sampled"][-1]):
+                    raise CacheError(flags)
+                self._take(of_step, step.sampled)
             self.is_broken = False
 
-    def _take(self, out: np.ndarray, sampled: Sampled) -> None:
+    def _take(self, of_step: Mapping[str, np.ndarray], sampled: Sampled) -> None:
         """Gives samples what a step sampled for them, and ends those that are done."""
-        half, (samples, index), of_all = out.size // 2, sampled, self.packer.samples
+        out, (samples, index), of_all = of_step["sampled"], sampled, self.packer.samples
+        half = out.size // 2
         tokens, logprobs = out[: index.size], out[half:][: index.size].view(np.float32)
         alive = [at for at, sample in enumerate(samples) if sample.reason is None]
         if len(alive) < len(samples):  # the others ended before these tokens

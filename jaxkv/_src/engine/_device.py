@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv._src.cache import KVCache, check_cache
+from jaxkv._src.engine._outputs import StepOptions
 from jaxkv._src.engine._sampler import draw, fields_of
-from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
 from jaxkv._src.offload import Transfers
 from jaxkv._src.offload.host_blocks import HostBlocks, TransferError
@@ -25,6 +25,7 @@ from jaxkv._src.uploads import Upload
 Forward = Callable[[Any, StepContext], Any]
 Uploads = tuple[Upload, ...]  # of one shape
 State = tuple[KVCache, Array]  # and int32[N], see `Device`; between two calls
+Arrays = dict[str, Array]  # of a call by name; each array costs the host 2 to 5 us
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
 _OWNERS: "weakref.WeakSet[Device]" = weakref.WeakSet()  # engines' devices, by whose cache they have
@@ -33,7 +34,7 @@ _OWNERS: "weakref.WeakSet[Device]" = weakref.WeakSet()  # engines' devices, by w
 class Device:
     """Weights and cache on the device, and the model's steps.
 
-    kind: of the sampler that is compiled: the widest wanted so far.
+    options: of the step that is compiled: the widest wanted so far.
     vocab_size: columns of the logits, once a step was traced.
     cache: a `KVCache`, or a `SleepingCache`, which jax refuses; None: it is lost.
     host_blocks: those in host memory.
@@ -47,7 +48,7 @@ class Device:
           cache: from `make_cache`, which is donated.
           num_sampled: tokens of the latest steps to keep for the steps that follow.
         """
-        self._forward, self.params, self.kind = forward, params, Kind.GREEDY
+        self._forward, self.params, self.options = forward, params, StepOptions()
         self.vocab_size, self.host_blocks, self._kinds = 0, HostBlocks(), _kinds_of(params)
         check_cache(cache)
         _check_free(cache)
@@ -59,11 +60,11 @@ class Device:
         # of one that no step shall go on from. They have the sharding of what steps return.
         self._num_sampled, self._sharding = num_sampled, cache.status.sharding
         self._sampled: Any = self._none_sampled()
-        jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="kind")
-        options = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
-        self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | o) for o in options]
+        jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="options")
+        flags = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
+        self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | f) for f in flags]
 
-    def run(self, uploads: Uploads) -> Array:
+    def run(self, uploads: Uploads) -> Arrays:
         """Starts steps, and returns what they will sample; see `_run_steps`."""
         if self.was_taken:
             raise RuntimeError(
@@ -79,7 +80,8 @@ class Device:
                     "the weights that there are now to update"
                 ) from error
             raise
-        out.copy_to_host_async()
+        for array in out.values():
+            array.copy_to_host_async()
         return out
 
     def check_awake(self) -> None:
@@ -165,12 +167,12 @@ class Device:
     def _step_of(self, uploads: Uploads) -> Any:
         return self.steps[uploads[0].shape.max_tokens <= FEW_TOKENS]
 
-    def _arguments(self, uploads: Uploads) -> tuple[Any, State, Uploads, Kind]:
-        return self.params, (self.cache, self._sampled), uploads, self.kind
+    def _arguments(self, uploads: Uploads) -> tuple[Any, State, Uploads, StepOptions]:
+        return self.params, (self.cache, self._sampled), uploads, self.options
 
     def _run_steps(
-        self, params: Any, state: State, uploads: Uploads, kind: Kind
-    ) -> tuple[State, Array]:
+        self, params: Any, state: State, uploads: Uploads, options: StepOptions
+    ) -> tuple[State, Arrays]:
         """Runs steps of one shape, each over the tokens that those before it drew.
 
         Where they are several, a sample that gets a stop token writes nothing to the cache from
@@ -178,24 +180,24 @@ class Device:
 
         Args:
           uploads: their ``extra`` holds the token ids, and a `RECORD` for each of S samples.
-          kind: of the sampler; static.
+          options: static.
 
         Returns:
-          The state, and int32[steps, 2 * S + 1]: tokens, the bits of their log-probabilities, and
-          the error flags of the cache.
+          The state, and ``sampled``, int32[steps, 2 * S + 1]: tokens, the bits of their
+          log-probabilities, and the error flags of the cache.
         """
         with persist_in(self._only and folder_for(self._only)):
             if len(uploads) == 1:
-                state, out = self._run_step(params, kind, False, state, uploads[0])
-                return state, out[None]
+                state, out = self._run_step(params, options, False, state, uploads[0])
+                return state, jax.tree.map(lambda array: array[None], out)
             memory = jax.memory.Space.Device  # uploads of a ring are in the host's
             data = jnp.stack([jax.device_put(upload.data, memory) for upload in uploads])
-            step = functools.partial(self._run_step, params, kind, True)
+            step = functools.partial(self._run_step, params, options, True)
             return lax.scan(step, state, Upload(data=data, shape=uploads[0].shape))
 
     def _run_step(
-        self, params: Any, kind: Kind, may_have_ended: bool, state: State, upload: Upload
-    ) -> tuple[State, Array]:
+        self, params: Any, options: StepOptions, may_have_ended: bool, state: State, upload: Upload
+    ) -> tuple[State, Arrays]:
         context = StepContext(state[0], upload, newest_tokens=state[1])
         has_ended = context.skip_ended() if may_have_ended else None
         result = self._forward(params, context)
@@ -204,14 +206,15 @@ class Device:
         _check_logits(logits, context.batch.shape.batch_size)
         self.vocab_size = logits.shape[-1]
         cache, of = context.done(), fields_of(context.batch.extra[upload.shape.max_tokens :])
-        tokens, logprobs = draw(logits, of, kind)
+        tokens, logprobs = draw(logits, of, options.kind)
         sampled = tokens
         if has_ended is not None:
             is_last = (tokens[:, None] == of["stops"]).any(axis=1)
             sampled = jnp.where(is_last | has_ended[of["index"][:, 0]], -1, tokens)
         sampled = lax.dynamic_update_slice(state[1], sampled, of["offset"][0])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
-        return (cache, sampled), jnp.concatenate([tokens, bits, cache.error_flags[None]])
+        flags = cache.error_flags[None]
+        return (cache, sampled), {"sampled": jnp.concatenate([tokens, bits, flags])}
 
 
 def _check_free(cache: KVCache) -> None:

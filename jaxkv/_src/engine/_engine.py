@@ -7,9 +7,10 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
 from jaxkv._src.engine._device import Device, Forward
+from jaxkv._src.engine._outputs import Kind, Output, Stats, StepOptions
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
-from jaxkv._src.engine._sampling import Kind, Output, Sampling, Stats
+from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.engine._shape_buckets import ShapeBuckets, check_reproducible
 from jaxkv._src.engine._states import awake, fall_asleep, set_params, warm_up
 from jaxkv._src.internal.checks import (
@@ -139,7 +140,7 @@ class Engine(Unique):
         ) * max_requests  # of idle steps, and of those not collected yet
         self._device = Device(forward, params, cache, num_sampled)
         if reproducible:
-            self._device.kind = Kind.LIMITED  # one compiled step for all samplings
+            self._device.options = StepOptions(Kind.LIMITED)  # one compiled step for all samplings
         self._device.trace((self._buckets.to_trace.idle(),))
         parts = self._scheduler, self._samples, self.stats, self._device.ring(decode_steps)
         self._packer = Packer(self.manager, self._buckets, *parts, num_sampled)
@@ -360,7 +361,7 @@ class Engine(Unique):
             raise
         for sample in samples:
             self._samples.add(sample, self._scheduler.index(sample.name))
-        self._device.kind = max(self._device.kind, first.sampling.kind)
+        self._device.options |= first.sampling.step_options
         self._samples.of_request[first.request] = samples  # from here on it is there
         self._calls.is_broken = False
         self.stats.prompt_tokens += first.num_prompt

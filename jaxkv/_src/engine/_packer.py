@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
+from jaxkv._src.engine._outputs import Stats
 from jaxkv._src.engine._samples import RECORD, Sample, Samples
-from jaxkv._src.engine._sampling import Stats
 from jaxkv._src.engine._shape_buckets import ShapeBuckets
 from jaxkv._src.offload import Transfers
 from jaxkv._src.scheduler import Schedule, Scheduler

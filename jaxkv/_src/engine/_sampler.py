@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxkv._src.engine._outputs import Kind
 from jaxkv._src.engine._samples import NAMES, RECORD, RECORD_SIZE
-from jaxkv._src.engine._sampling import Kind
 
 BITS = 2  # of a pass of `_threshold`: 1 takes 1.5 times as long, 4 1.3 times
 

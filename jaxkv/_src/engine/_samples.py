@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.engine._sampling import FinishReason, Output, Sampling
+from jaxkv._src.engine._outputs import FinishReason, Output
+from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.internal.checks import check_kind, check_name
 from jaxkv._src.prefixes import as_tokens
 

@@ -1,11 +1,11 @@
-"""`Sampling` and `Output`: what a request asks for, and what it gets. No jax."""
+"""`Sampling`, what a request asks for. No jax."""
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from jaxkv._src.engine._outputs import Kind, StepOptions
 from jaxkv._src.internal.checks import check_count, check_flag, check_number, make_ints_plain
 from jaxkv._src.internal.numbers import INT32_MAX, MAX_SAMPLES
 from jaxkv._src.internal.text import shown
@@ -21,16 +21,6 @@ REMEDIES = {
     "eos_token_id": "pass stop_token_ids",
     "max_new_tokens": "pass max_tokens",
 }  # by options of other engines
-FinishReason = Literal["stop", "length", "abort"]
-
-
-@enum.unique
-class Kind(enum.IntEnum):
-    """The work of a sampler, from the least to the most."""
-
-    GREEDY = 0  # the most likely tokens
-    SAMPLED = 1
-    LIMITED = 2  # sampled, some with top_k, top_p or min_p
 
 
 def _with_remedies[T: type](cls: T) -> T:
@@ -119,50 +109,9 @@ class Sampling:
             yield dataclasses.replace(self, seed=seed)
 
     @property
-    def kind(self) -> Kind:
-        """The sampler that this needs."""
+    def step_options(self) -> StepOptions:
+        """What steps compute for this."""
         if self.temperature == 0:
-            return Kind.GREEDY
+            return StepOptions(Kind.GREEDY)
         has_limits = self.top_k is not None or self.top_p < 1 or self.min_p > 0
-        return Kind.LIMITED if has_limits else Kind.SAMPLED
-
-
-class Output(NamedTuple):
-    """Tokens of one sample.
-
-    request: the name given to `Engine.add`, or the index of the prompt given to `Engine.generate`.
-    sample: 0 to n - 1.
-    tokens: from `Engine.generate` all of them, from `Engine.step` those since its last output.
-    logprobs: of these tokens; None: the request did not ask for them.
-    finish_reason: "stop", "length" or "abort"; None: it goes on.
-    """
-
-    request: Any
-    sample: int
-    tokens: list[int]
-    logprobs: list[float] | None
-    finish_reason: FinishReason | None
-
-
-@dataclasses.dataclass
-class Stats:
-    """Counts of an engine since it was made.
-
-    steps: steps, and calls of the device.
-    prompt_tokens: of all prompts, each prompt once; cached_tokens: those of requests that started,
-      which the cache held.
-    computed_tokens, padded_tokens: tokens of steps that belong to requests, and that fill shapes.
-    sampled_tokens: of all outputs.
-    nan_tokens: those of them whose log-probability is NaN.
-    preemptions: of running requests.
-    """
-
-    steps: int = 0
-    calls: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    padded_tokens: int = 0
-    sampled_tokens: int = 0
-    nan_tokens: int = 0
-    preemptions: int = 0
+        return StepOptions(Kind.LIMITED if has_limits else Kind.SAMPLED)

@@ -61,7 +61,8 @@ def warm_up(calls: Calls, samplings: tuple[Sampling, ...]) -> None:
     device.restore()
     calls.is_broken = True
     ring, most = calls.packer.ring, calls.decode_steps
-    device.kind = max([device.kind, *(sampling.kind for sampling in samplings)])
+    for sampling in samplings:
+        device.options |= sampling.step_options
     shapes = [(shape.idle(ring),) for shape in buckets.shapes]
     if most > 1:
         shapes += [tuple([one.idle(ring) for _ in range(most)]) for one in buckets.decode.values()]
