@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxkv._src.hf_config import (
+    count_weights,
     encoder_len,
     layers_from_config,
     load_config,
@@ -42,6 +43,7 @@ from jaxkv._src.specs import (
 )
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "configs.json").read_text())
+RAW = json.loads((pathlib.Path(__file__).parent / "golden" / "published.json").read_text())
 PUBLISHED: dict[str, Any] = GOLDEN["published"]
 DEFAULTS: dict[str, Any] = GOLDEN["class_defaults"]
 BF16, F32 = 2, 4
@@ -246,6 +248,50 @@ def test_a_published_file_is_read_as_counted_by_hand(name: str) -> None:
     assert row_of(expanded(PUBLISHED[name])) == ROWS[name]
 
 
+def raw_layers(config: dict[str, Any]) -> collections.Counter[tuple[Any, ...]]:
+    """Of each kind of layer: bytes of a row, tokens that share it, and its window, or state bytes."""
+    found: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for name, spec in layers_from_config(config).items():
+        kind = name.split(".", 2)[2]
+        if not isinstance(spec, LayerSpec):
+            found["shared", kind] += 1
+        elif isinstance(spec, StateSpec):
+            found[kind, spec.data_bytes] += 1
+        else:
+            ratio, window = getattr(spec, "compress_ratio", 1), getattr(spec, "sliding_window", 0)
+            found[kind, spec.data_bytes * ratio // spec.block_size, ratio, window] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_file_as_published_is_read_and_counted_as_derived_by_hand(name: str) -> None:
+    row, config = RAW[name], expanded(RAW[name]["config"])
+    assert raw_layers(config) == {tuple(kind): count for count, *kind in row["layers"]}
+    if "parameters" in row:
+        assert count_weights(config).parameters == row["parameters"]
+    if "num_bytes" in row:
+        assert count_weights(config).num_bytes == pytest.approx(row["num_bytes"], rel=1e-3)
+
+
+# Files of Gemma 4 and Ling name in their place what RAW and ROWS have.
+DERIVED = {kind: row["derived"] for kind, row in DEFAULTS.items() if "derived" in row}
+
+
+@pytest.mark.parametrize("model_type", DERIVED)
+def test_fields_that_a_class_derives_may_be_left_out(model_type: str) -> None:
+    config, names = expanded(DEFAULTS[model_type]["config"]), DERIVED[model_type]
+    for left_out in ([name] for name in names):
+        assert layers_of(without(config, *left_out)) == layers_of(config)
+    assert layers_of(without(config, *names)) == layers_of(config)
+
+
+@pytest.mark.parametrize("field", ["routed_expert_hidden", "moe_proj_size", "ffn_rank"])
+def test_a_size_that_nothing_reads_is_refused_in_a_count(field: str) -> None:
+    config = load_config("qwen3-8b")
+    with pytest.raises(ValueError, match=f"{field}=3584 may give the size of weights"):
+        count_weights({**config, field: 3584})
+
+
 def test_every_published_file_is_checked() -> None:
     assert set(PUBLISHED) == set(ROWS) | {"Nemotron-Super-49B"}
 
@@ -394,7 +440,7 @@ HELD = {
 
 
 def test_a_language_model_without_a_type_is_the_one_that_its_wrapper_has() -> None:
-    files = [expanded(row["config"]) for row in DEFAULTS.values()]
+    files = [expanded(row["config"]) for row in (*DEFAULTS.values(), *RAW.values())]
     files += [*map(expanded, PUBLISHED.values()), *map(load_config, preset_names())]
     named = dict(HELD)
     for config in files:
@@ -439,7 +485,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {  # by the __post_init__ of each
         },
         "FSFSSSS",
     ),
-    "bailing_hybrid": ({**LATENT, **DELTA, "layer_group_size": 3}, "LLFLLFL"),
+    "bailing_hybrid": ({**LATENT, **DELTA, "layer_group_size": 3}, "LLFLLFF"),
     "jamba": ({**SIZES, **MAMBA1, "attn_layer_period": 3, "attn_layer_offset": 1}, "MFMMFMM"),
     "zamba": (  # hybrid: the third layer and, of those after it, 1: attention, then mamba
         {
@@ -734,7 +780,7 @@ def test_a_file_is_read_alike_whatever_was_read_before() -> None:
 
 def every_config() -> list[dict[str, Any]]:
     """All presets and golden files."""
-    rows = *DEFAULTS.values(), *GOLDEN["drawn"]
+    rows = *DEFAULTS.values(), *GOLDEN["drawn"], *RAW.values()
     golden = [*PUBLISHED.values(), *(row["config"] for row in rows)]
     return [*map(expanded, golden), *map(load_config, preset_names())]
 

@@ -16,6 +16,7 @@ from jaxkv._src.hf_config._windows import (
     Rule,
     all_full,
     all_windowed,
+    by_list,
     periodic,
     window_kinds,
 )
@@ -101,3 +102,19 @@ def minimax_m2(reader: ConfigReader, options: Options) -> Layers:
     """MiniMax-M2: full attention in every layer, which ``attn_type_list`` writes as 1."""
     reader.layer_kinds({"1": FULL}, ["1"] * reader.layer_count(), field="attn_type_list")
     return dense(reader, options, attention=given)
+
+
+def step3p5(reader: ConfigReader, options: Options) -> Layers:
+    """Step 3.5 and 3.7: windows and full layers, which may differ in query heads, but not in KV.
+
+    Files of its makers name the heads of layers with a window in ``attention_other_setting``.
+    """
+    reader.expect("att_impl_type", "GQA")
+    if reader.value("attention_other_setting") is not None:
+        other = reader.inner("attention_other_setting")
+        other.expect("attention_type", SLIDING)
+        other.expect("num_attention_groups", reader.number("num_key_value_heads"))
+        other.expect("head_dim", reader.number("head_dim"))
+        other.check_all_read()
+    reader.default(layer_types=[FULL] * reader.layer_count())
+    return dense(reader, options, rule=by_list, attention=given)

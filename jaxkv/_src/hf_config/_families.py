@@ -160,8 +160,15 @@ DENSE: Mapping[str, Family] = {
     "cwm": _dense_family(rule=periodic(4, first=True), attention=_dense.given),
     **_each("granite_swa granitemoe_swa", _dense_family(rule=periodic(4, first=True))),
     **_each(
-        "beam flint kolibri1 laguna mellum muse_glimmer_text muse_spark_text step3p5",
+        "beam flint kolibri1 laguna mellum muse_glimmer_text muse_spark_text",
         _dense_family(rule=by_list, attention=_dense.given),
+    ),
+    "step3p5": Family(
+        read=_dense.step3p5,
+        names={
+            "num_attention_groups": "num_key_value_heads",
+            "moe_num_experts": "n_routed_experts",
+        },
     ),
     "mimo_v2_flash": Family(read=_heads.mimo_v2),
     # Heads that other fields describe.

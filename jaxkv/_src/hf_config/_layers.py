@@ -4,13 +4,16 @@ import difflib
 from collections.abc import Mapping
 from typing import get_args
 
-from jaxkv._src.hf_config._build import Options
+from jaxkv._src.hf_config._build import Layers, Options
 from jaxkv._src.hf_config._families import FAMILIES, open_config
 from jaxkv._src.hf_config._fields import Config, check_config, inner_config
+from jaxkv._src.hf_config._reader import ConfigReader
 from jaxkv._src.hf_config._refused import REFUSED
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 from jaxkv._src.internal.checks import check_choice, check_count, check_positive
 from jaxkv._src.specs import CacheMode, EncoderOnlySpec, LayerSpec, SharedKVSpec
+
+DEFAULTS = Options()
 
 
 def layers_from_config(
@@ -49,12 +52,6 @@ def layers_from_config(
     check_positive(tensor_parallel=tensor_parallel)
     check_count(speculative_tokens=speculative_tokens)
     check_choice(get_args(CacheMode), state_cache_mode=state_cache_mode)
-    check_config(config)
-    if str(outer := config.get("model_type")) in REFUSED:
-        raise _not_understood(config, str(outer))
-    reader, family = open_config(config, kv_dtype)
-    if family is None:
-        raise _not_understood(config, reader.model_type)
     options = Options(
         kv_dtype=kv_dtype,
         block_size=block_size,
@@ -62,9 +59,20 @@ def layers_from_config(
         state_cache_mode=state_cache_mode,
         speculative_tokens=speculative_tokens,
     )
+    return read_layers(config, options)[0]
+
+
+def read_layers(config: Config, options: Options = DEFAULTS) -> tuple[Layers, ConfigReader]:
+    """Returns the layers of `layers_from_config`, and a record of the fields that were read."""
+    check_config(config)
+    if str(outer := config.get("model_type")) in REFUSED:
+        raise _not_understood(config, str(outer))
+    reader, family = open_config(config, options.kv_dtype)
+    if family is None:
+        raise _not_understood(config, reader.model_type)
     layers = family.read(reader, options)
     reader.check_all_read()
-    return layers
+    return layers, reader
 
 
 def _not_understood(config: Config, model_type: str) -> ValueError:

@@ -13,6 +13,7 @@ from jaxkv._src.hf_config._build import (
     name_layers,
     state,
 )
+from jaxkv._src.hf_config._fields import Config
 from jaxkv._src.hf_config._reader import ConfigReader
 from jaxkv._src.specs import StateSpec, gated_delta_net_state, kda_state, linear_attention_state
 
@@ -113,12 +114,40 @@ def _delta(
 
 
 def bailing_hybrid(reader: ConfigReader, options: Options) -> Layers:
-    """Ling 2.5: Kimi delta attention, and latent attention in the last layer of every group."""
-    group = reader.number("layer_group_size")
-    count = reader.layer_count()
-    reader.default(layer_types=[LINEAR if (i + 1) % group else FULL for i in range(count)])
-    reader.expect("short_conv_kernel_size", reader.value(CONV))
-    return kimi_linear(reader, options)
+    """Ling 2.5 and 3: linear attention, and latent attention in the last layer of every group.
+
+    Ling 3 has Kimi delta attention, and latent attention in the layers past the last whole group,
+    too, as in vLLM 0.33. Ling 2.5 has lightning attention, whose state is a matrix for each head;
+    its files have the same ``model_type``, and are told apart by ``architectures`` or, without
+    them, by having no convolution.
+    """
+    group, count = reader.number("layer_group_size"), reader.layer_count()
+    last = count if is_lightning(reader.fields) else count // group * group
+    kinds = [LINEAR if (i + 1) % group and i < last else FULL for i in range(count)]
+    kinds = reader.layer_kinds({FULL: MLA, LINEAR: LINEAR}, kinds)
+    width = "head_dim" if reader.value("linear_head_dim") is None else "linear_head_dim"
+    heads = "linear_num_heads" if reader.has("linear_num_heads") else "num_attention_heads"
+    if is_lightning(reader.fields):
+        shapes = linear_attention_state(
+            num_heads=reader.number(heads),
+            head_size=head_size(reader),
+            tensor_parallel=options.tensor_parallel,
+        )
+        linear = state(shapes, (reader.dtype(),), options, block_size=MLA_BLOCK)
+    else:
+        conv = CONV if reader.has(CONV) else "short_conv_kernel_size"
+        reader.expect("short_conv_kernel_size", reader.number(conv))
+        linear = _delta(reader, options, heads, width, conv)
+    specs = {MLA: latent_attention(reader, options), LINEAR: linear}
+    return name_layers([(kind,) for kind in kinds], specs)
+
+
+def is_lightning(fields: Config) -> bool:
+    """Returns whether a file of ``bailing_hybrid`` is one of Ling 2.5."""
+    named = "".join(map(str, fields.get("architectures") or ()))
+    if "MoeV2" in named or "MoeV3" in named:
+        return "MoeV2" in named
+    return fields.get("short_conv_kernel_size") is None and fields.get(CONV) is None
 
 
 def minimax(reader: ConfigReader, options: Options) -> Layers:

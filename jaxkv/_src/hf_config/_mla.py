@@ -144,14 +144,11 @@ def deepseek_v4(reader: ConfigReader, options: Options) -> Layers:
 
 
 def _v4_ratios(reader: ConfigReader) -> list[int]:
-    count = reader.layer_count()
     if reader.value("compress_ratios") is None:
         reader.expect("compress_rates", {k: v for k, v in V4_KINDS.items() if v})
         kinds = reader.layer_kinds({kind: kind for kind in V4_KINDS})
         return [V4_KINDS[kind] for kind in kinds]
-    drafts = reader.count("num_nextn_predict_layers", 0)
-    ratios = reader.listed("compress_ratios")
-    ratios = ratios[:count] if len(ratios) == count + drafts else ratios
+    ratios = reader.without_drafts(reader.listed("compress_ratios"))
     reader.check_layer_count("compress_ratios", len(ratios))
     if any(ratio not in V4_KINDS.values() for ratio in ratios):
         raise reader.refusal("compress_ratios", "0, 4 and 128 are understood")

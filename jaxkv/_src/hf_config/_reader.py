@@ -38,7 +38,7 @@ class ConfigReader:
         self._fields = flatten(config)
         self._outside = outside(config)
         self._contradictions = contradictions(config)
-        self._read: set[str] = set()
+        self.read: set[str] = set()
         self._asked_dtype = None if kv_dtype is None else canonical_dtype(kv_dtype, "kv_dtype")
         self._shipped_dtype = family.dtype if family else None
         self._layers: dict[int, ConfigReader] = {}
@@ -54,7 +54,7 @@ class ConfigReader:
     def _rename(self, names: Mapping[str, str]) -> None:
         """Gives fields their usual names; refuses a field that has two values under two names."""
         for own, usual in names.items():
-            self._read.add(own)
+            self.read.add(own)
             given, other = self._fields.get(own), self._fields.get(usual)
             if given is not None and other is not None and given != other:
                 raise self.refusal(own, f"it contradicts {usual}={shown(other)}")
@@ -68,7 +68,7 @@ class ConfigReader:
 
     def value(self, name: str, default: Any = None) -> Any:
         """Returns a field, or the default when it is absent or null."""
-        self._read.add(name)
+        self.read.add(name)
         value = self._fields.get(name)
         if name in self._contradictions:
             other = self._contradictions[name]
@@ -104,7 +104,7 @@ class ConfigReader:
 
     def number(self, *names: str, default: int | None = None) -> int:
         """Returns the first of the fields that is set: an int of at least 1."""
-        self._read.update(names)
+        self.read.update(names)
         given = [name for name in names if self.has(name, null=False)]
         if not given and default is not None:
             return default
@@ -165,7 +165,7 @@ class ConfigReader:
 
     def ignore(self, *names: str) -> None:
         """Records fields as read because they change no cache of this family."""
-        self._read.update(names)
+        self.read.update(names)
 
     def expect(self, name: str, *allowed: Any) -> Any:
         """Returns a field that must be absent, null or one of the allowed values."""
@@ -196,18 +196,26 @@ class ConfigReader:
     ) -> list[str]:
         """Returns the kind of each layer, from a field with an entry per layer.
 
+        Entries of layers that draft tokens may follow, and are left out.
+
         Args:
           known: entry of the field -> kind.
           default: the entries if the field is absent; None: it must be there.
           field: name of the field.
         """
-        given = self.listed(field, default)
+        given = self.without_drafts(self.listed(field, default))
         unknown = sorted({str(kind) for kind in given} - set(known))
         if unknown:
             listed = ", ".join(known)
             raise self.refusal(field, f"{unknown} are none of the known layer types {listed}")
         self.check_layer_count(field, len(given))
         return [known[str(kind)] for kind in given]
+
+    def without_drafts(self, entries: list[Any]) -> list[Any]:
+        """Returns entries of layers without those of the layers that draft tokens, if there are any."""
+        drafts = self.count("num_nextn_predict_layers", self.count("num_mtp_layers", 0))
+        count = self.layer_count()
+        return entries[:count] if len(entries) == count + drafts else entries
 
     def letters(self, field: str, known: Mapping[str, str]) -> list[str]:
         """Returns the kind of each layer, from a field with a letter per layer."""
@@ -263,7 +271,7 @@ class ConfigReader:
     def check_all_read(self) -> None:
         """Refuses all fields at once that concern attention, are set, and were not read."""
         every = [self.fields, *(at.fields for at in self._layers.values()), self._outside]
-        found = {name: fields[name] for fields in every for name in unread(fields, self._read)}
+        found = {name: fields[name] for fields in every for name in unread(fields, self.read)}
         if found:
             listed = ", ".join(f"{name}={shown(value)}" for name, value in found.items())
             raise ValueError(

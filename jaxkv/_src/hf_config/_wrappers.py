@@ -34,6 +34,7 @@ WRAPPED = {
     "hyperclovax": "hyperclovax_vision_v2",
     "inkling_text": "inkling_mm_model",
     "internlm2": "internvl_chat",
+    "kimi_linear": "kimi_k3",
     "kosmos_2_5_text_model": "kosmos-2.5",
     "kosmos_2_text_model": "kosmos-2",
     "lfm2": "lfm2_vl",

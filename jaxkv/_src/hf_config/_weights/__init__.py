@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._src.hf_config._families import open_config
-from jaxkv._src.hf_config._layers import layers_from_config
+from jaxkv._src.hf_config._layers import read_layers
 from jaxkv._src.hf_config._reader import QUANTIZATION
 from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, Placed
@@ -33,6 +33,7 @@ from jaxkv._src.hf_config._weights._traits import (
     zamba2_blocks,
 )
 from jaxkv._src.internal.checks import check_flag
+from jaxkv._src.internal.text import shown
 from jaxkv._src.specs import SharedKVSpec, canonical_dtype, packed_bytes
 
 __all__ = ["Weights", "count_weights", "layers_per_stage", "num_layers"]
@@ -58,6 +59,7 @@ def count_weights(config: Mapping[str, object], *, drafts: bool = False) -> Weig
     dtype = canonical_dtype(str(reader.named_dtype() or "bfloat16"), "torch_dtype")
     scheme = read_scheme(fields.first(*QUANTIZATION), fields.first("expert_dtype"))
     placed = list(_matrices(config, fields, drafts=drafts))
+    _check_sizes(fields)
     parts = [
         Part(_stored_bytes(matrix, scheme, dtype), tuple(layers), matrix.max_ranks)
         for layers, matrix in placed
@@ -69,6 +71,16 @@ def count_weights(config: Mapping[str, object], *, drafts: bool = False) -> Weig
         num_layers=count_layers(fields.model_type, fields.values),
         parts=tuple(parts),
     )
+
+
+def _check_sizes(fields: Fields) -> None:
+    """Raises ValueError for fields that may size a matrix, and that nothing has read."""
+    if unknown := fields.unread_sizes():
+        listed = ", ".join(f"{name}={shown(fields.values[name])}" for name in unknown)
+        raise ValueError(
+            f"{listed} may give the size of weights, and {'is' if len(unknown) == 1 else 'are'} "
+            f"not understood for model_type={fields.model_type!r}"
+        )
 
 
 def _stored_bytes(matrix: Matrix, scheme: Scheme | None, dtype: str) -> int:
@@ -89,7 +101,8 @@ def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Ite
         yield from zamba2_blocks(fields)
 
     def layer(index: int) -> Iterable[Placed]:
-        matrices = _layer(fields, traits, index, caches.get(index, {}), with_experts)
+        own, kinds = fields.at_layer(index), caches.get(index, {})
+        matrices = _layer(own, traits, index, kinds, with_experts)
         return (((index,), matrix) for matrix in matrices)
 
     for index in range(fields.num_layers):
@@ -157,7 +170,8 @@ def _caches(config: Mapping[str, Any], fields: Fields) -> dict[int, dict[str, tu
     config = _without_quantization(config)  # it changes no shape
     if fields.first("torch_dtype", "dtype") is None:
         config |= {"torch_dtype": "bfloat16"}
-    specs = layers_from_config(config)
+    specs, reader = read_layers(config)
+    fields.read.update(reader.read)
     caches: dict[int, dict[str, tuple[Any, bool]]] = {}
     for name, spec in specs.items():
         if match := LAYER.search(name):

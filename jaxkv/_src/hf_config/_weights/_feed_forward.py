@@ -43,10 +43,12 @@ def experts(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
     count = fields.number(*EXPERTS, layer=layer)
     width = fields.number(*EXPERT_WIDTH, layer=layer)
     yield Matrix(f"{name}.gate", count, hidden, "other", max_ranks=WHOLE)
-    latent = fields.number("moe_latent_size", default=0)  # Nemotron 3: experts behind a projection
+    # Nemotron 3 and Kimi-K3: experts behind a projection, which Kimi-K3 does not quantise.
+    latent = fields.number("moe_latent_size", "routed_expert_hidden_size", default=0)
     if latent:
-        yield Matrix(f"{name}.fc1_latent_proj", latent, hidden, max_ranks=WHOLE)
-        yield Matrix(f"{name}.fc2_latent_proj", hidden, latent, max_ranks=WHOLE)
+        role = "linear" if fields.first("moe_latent_size") else "other"
+        yield Matrix(f"{name}.fc1_latent_proj", latent, hidden, role, max_ranks=WHOLE)
+        yield Matrix(f"{name}.fc2_latent_proj", hidden, latent, role, max_ranks=WHOLE)
     routed = f"{name}.experts.0"
     yield from feed_forward(
         routed, latent or hidden, width, gated=gated, role="expert", count=count
@@ -67,6 +69,7 @@ def _shared_width(fields: Fields, layer: int, width: int) -> int:
 def expert_layers(fields: Fields) -> frozenset[int]:
     """Returns the layers that have experts, by a list of them or by a rule."""
     if not fields.first(*EXPERTS):
+        fields.read.update((*EXPERT_WIDTH, *SHARED_WIDTH))
         return frozenset()
     listed = _listed_expert_layers(fields)
     return _regular_expert_layers(fields) if listed is None else listed
@@ -78,7 +81,9 @@ def _listed_expert_layers(fields: Fields) -> frozenset[int] | None:
     for name in ("moe_layer_freq", "is_moe_layer"):
         if (flags := fields.listed(name)) is not None:
             return frozenset(i for i, flag in enumerate(flags) if flag)
-    if listed := fields.listed("moe_layers"):
+    if isinstance(numbers := fields.first("moe_layers_enum"), str):  # Step 3.5: "3,4,5"
+        return frozenset(int(number) for number in numbers.split(",") if number.strip().isdecimal())
+    if listed := fields.listed("moe_layers", "moe_layers_enum"):
         return frozenset(listed)
     return None
 

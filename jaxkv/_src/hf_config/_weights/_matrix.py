@@ -1,6 +1,7 @@
 """Matrices of weights, and the fields of a configuration that give their sizes. No jax."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,6 +11,19 @@ Role = Literal["linear", "expert", "head", "tower", "other"]
 
 
 WHOLE = 1
+
+# Names of fields that may size a matrix.
+SIZED = re.compile(r"(^|_)(size|dim|rank|width|embeddings|hidden|inner|ffn)s?$")
+# Fields that match and size none, or one that is less than a thousandth of a model.
+UNSIZED = frozenset(
+    """
+    attn_res_block_size block_size chunk_size classifier_proj_size group_norm_size head_dim
+    index_block_size layer_group_size mamba_chunk_size max_position_embeddings max_window_size
+    median_filter_width org_vocab_size original_max_position_embeddings qk_head_dim rope_dim
+    rotary_dim sliding_window_size time_step_rank unpadded_vocab_size window_size
+    attention_window_size attention_hidden_size
+    """.split()
+)
 
 
 class Matrix(NamedTuple):
@@ -55,13 +69,33 @@ class Fields:
 
     model_type: the model type that errors name.
     values: field -> value.
+    read: names of the fields that were asked for.
     """
 
     model_type: str
     values: Mapping[str, Any]
+    read: set[str] = dataclasses.field(default_factory=set)
+
+    def at_layer(self, layer: int) -> "Fields":
+        """Returns the fields with those that ``per_layer_config`` changes for a layer."""
+        changes = self.values.get("per_layer_config")
+        found = changes.items() if isinstance(changes, Mapping) else ()
+        own = next((fields for key, fields in found if int(key) == layer), {})
+        return dataclasses.replace(self, values={**self.values, **own}) if own else self
+
+    def unread_sizes(self) -> list[str]:
+        """Returns the fields that may size a matrix, and that nothing has read."""
+        known = self.read | UNSIZED
+        return [
+            name
+            for name, value in self.values.items()
+            if isinstance(value, int | list) and name not in known and SIZED.search(name)
+            if value not in (True, False, 0, 1, [])
+        ]
 
     def first(self, *names: str) -> Any:
         """Returns the first of the fields that is there and not null, or None."""
+        self.read.update(names)
         given = (self.values[name] for name in names if self.values.get(name) is not None)
         return next(given, None)
 

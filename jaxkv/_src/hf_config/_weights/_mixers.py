@@ -1,7 +1,7 @@
 """The matrices of attention layers and of layers with a recurrent state. No jax."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix
@@ -23,7 +23,7 @@ def attention(
       gate: whether the layer has a gate as large as its queries.
       stores: whether the layer computes keys and values; else it reads another layer's.
     """
-    hidden, heads = fields.hidden, fields.number(*HEADS, layer=layer)
+    hidden, heads = fields.hidden, query_heads(fields, spec, layer)
     kv_heads = spec.num_kv_heads
     yield Matrix(f"{name}.q_proj", heads * spec.head_size * (1 + gate), hidden)
     if stores:
@@ -32,6 +32,19 @@ def attention(
     if stores and not shares_values:
         yield Matrix(f"{name}.v_proj", kv_heads * spec.value_size, hidden, max_ranks=kv_heads)
     yield Matrix(f"{name}.o_proj", hidden, heads * spec.value_size)
+    if fields.first("use_head_wise_attn_gate"):  # Step 3.5
+        yield Matrix(f"{name}.g_proj", heads, hidden)
+
+
+def query_heads(fields: Fields, spec: FullAttentionSpec, layer: int) -> int:
+    """Returns the query heads of a layer, of which layers with a window may have others."""
+    names: tuple[str, ...] = HEADS
+    if spec.kind == "sliding":
+        names = "num_sliding_attention_heads", "swa_num_attention_heads", *HEADS
+        other = fields.first("attention_other_setting")
+        if isinstance(other, Mapping):
+            fields = Fields(fields.model_type, {**fields.values, **other})
+    return fields.number(*names, layer=layer)
 
 
 def latent_attention(fields: Fields, name: str) -> Iterable[Matrix]:
@@ -47,6 +60,11 @@ def latent_attention(fields: Fields, name: str) -> Iterable[Matrix]:
     yield Matrix(f"{name}.kv_a_proj_with_mqa", latent + rotary, hidden, max_ranks=WHOLE)
     yield Matrix(f"{name}.kv_b_proj", heads * (plain + value), latent)
     yield Matrix(f"{name}.o_proj", hidden, heads * value)
+    gate = fields.first("gated_attention_proj_granularity_type")  # Ling 3
+    if gate == "head_wise":
+        yield Matrix(f"{name}.g_proj", heads, hidden)
+    elif gate == "element_wise" or fields.first("mla_use_output_gate"):  # Kimi-K3
+        yield Matrix(f"{name}.g_proj", heads * value, hidden)
 
 
 def indexer(fields: Fields, name: str) -> Iterable[Matrix]:
@@ -117,13 +135,20 @@ def gated_delta_net(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matr
 
 def kimi_delta(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
     """Yields the matrices of Kimi delta attention (arXiv 2510.26692)."""
-    (_, channels), (heads, width, _) = spec.shapes
+    (rows, channels), (heads, width, _) = spec.shapes
     yield Matrix(f"{name}.qkv_proj", channels, fields.hidden)
     yield Matrix(f"{name}.b_proj", heads, fields.hidden)
-    for gate in ("f", "g"):  # each of low rank
-        yield Matrix(f"{name}.{gate}_a_proj", width, fields.hidden, max_ranks=WHOLE)
-        yield Matrix(f"{name}.{gate}_b_proj", heads * width, width)
+    linear = fields.first("linear_attn_config")
+    whole = "g" if isinstance(linear, Mapping) and linear.get("use_full_rank_gate") else ""
+    whole = "fg" if fields.model_type == "bailing_hybrid" else whole
+    for gate in "fg":
+        if gate in whole:
+            yield Matrix(f"{name}.{gate}_proj", heads * width, fields.hidden)
+        else:  # of low rank
+            yield Matrix(f"{name}.{gate}_a_proj", width, fields.hidden, max_ranks=WHOLE)
+            yield Matrix(f"{name}.{gate}_b_proj", heads * width, width)
     yield Matrix(f"{name}.o_proj", fields.hidden, heads * width)
+    yield Matrix(f"{name}.conv1d", channels, rows + 1, "other")
 
 
 def lightning(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
@@ -132,6 +157,12 @@ def lightning(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
     for matrix in ("q_proj", "k_proj", "v_proj", "output_gate"):
         yield Matrix(f"{name}.{matrix}", heads * width, fields.hidden)
     yield Matrix(f"{name}.out_proj", fields.hidden, heads * width)
+
+
+def bailing(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
+    """Yields the matrices of Ling 2.5's lightning attention, or of Ling 3's delta attention."""
+    mixer = lightning if len(spec.shapes) == 1 else kimi_delta
+    return mixer(fields, name, spec)
 
 
 def short_convolution(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
@@ -177,7 +208,8 @@ def mixers(
         elif isinstance(spec, FullAttentionSpec):
             yield from attention(fields, name, spec, layer=layer, gate=gate, stores=own)
         elif states:
-            yield from states(fields, f"layers.{layer}.mixer", spec)
+            named = "self_attn" if fields.model_type == "kimi_linear" else "mixer"
+            yield from states(fields, f"layers.{layer}.{named}", spec)
         else:
             raise ValueError(
                 f"the weights of a {kind} layer of model_type={fields.model_type!r} are not "

@@ -18,7 +18,7 @@ TWO_PROJECTIONS = frozenset(
     """.split()
 )
 ALIGNED = frozenset("aya_vision cohere2_vision".split())
-UNDERSTOOD = QWEN | GLM | ONE_PROJECTION | TWO_PROJECTIONS | ALIGNED | {"mllama"}
+UNDERSTOOD = QWEN | GLM | ONE_PROJECTION | TWO_PROJECTIONS | ALIGNED | {"mllama", "kimi_k3"}
 TOWERS = "vision_config", "audio_config"
 
 
@@ -43,8 +43,10 @@ def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
             if outer not in UNDERSTOOD:
                 raise ValueError(f"the sizes of the {name} of model_type={outer!r} are not known")
             fields = Fields(outer, {**_sizes(level), **values})
-            conformer = values.get("model_type") == "gemma4_audio"
-            yield from _conformer(fields, hidden) if conformer else _tower(fields, hidden)
+            tower = _kimi_k3 if outer == "kimi_k3" else _tower
+            if values.get("model_type") == "gemma4_audio":
+                tower = _conformer
+            yield from tower(fields, hidden)
 
 
 def _sizes(level: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +64,17 @@ def _conformer(fields: Fields, text_width: int) -> Iterable[Matrix]:
     width, depth = fields.number("hidden_size"), fields.number("num_hidden_layers")
     yield Matrix("audio.layer", 2 * 8 * width + 5 * width + 3 * width, width, "tower", depth)
     yield Matrix("audio.project", text_width, width, "tower")
+
+
+def _kimi_k3(fields: Fields, text_width: int) -> Iterable[Matrix]:
+    """Yields the matrices of Kimi-K3's encoder of images, and of the projector behind it."""
+    width, depth = fields.number("vt_hidden_size"), fields.number("vt_num_hidden_layers")
+    attention = fields.number("qkv_hidden_size", default=1536)
+    inner, patch = fields.number("vt_intermediate_size", default=4 * width), 14
+    yield Matrix("visual.layer", 4 * attention + 2 * inner, width, "tower", depth)
+    yield Matrix("visual.patch_embed", width, 3 * patch**2, "other", max_ranks=WHOLE)
+    yield Matrix("visual.pos_emb", 64 * 64, width, "other", max_ranks=WHOLE)
+    yield Matrix("visual.merger", 4 * width + text_width, 4 * width, "tower", max_ranks=WHOLE)
 
 
 def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:

@@ -7,6 +7,7 @@ from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, Placed,
 from jaxkv._src.hf_config._weights._mixers import (
     HEADS,
     States,
+    bailing,
     gated_delta_net,
     kimi_delta,
     lightning,
@@ -44,7 +45,7 @@ PLAIN = """
     granitemoeshared minimax_m2 olmo olmo2 olmo3 olmoe seed_oss internlm2 internlm3 exaone4
     exaone_moe dots1 bailing_moe bailing_moe_v2 mimo mimo_v2_flash llama4_text stablelm cwm
     hyperclovax hy_v3 dbrx chatglm mllama_text_model solar solar_open axk1 exaone baichuan internlm
-    helium diffllama bitnet iquestcoder flex_olmo laguna mistral4 pangu_ultra_moe
+    helium diffllama bitnet iquestcoder flex_olmo laguna mistral4 pangu_ultra_moe step3p5
 """
 TIED = """
     gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
@@ -70,6 +71,7 @@ TRAITS = {
     "qwen3_5_text": Traits(query_gate=True, states=gated_delta_net),
     "qwen3_5_moe_text": Traits(query_gate=True, states=gated_delta_net),
     "olmo_hybrid": Traits(states=gated_delta_net),
+    "bailing_hybrid": Traits(states=bailing),
     "kimi_linear": Traits(states=kimi_delta),
     **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), Traits(states=lightning)),
     "jamba": Traits(states=mamba1),
