@@ -12,7 +12,9 @@ from jaxkv._src.cache import expand_blocks as expand_blocks
 from jaxkv._src.cache import make_cache as make_cache
 from jaxkv._src.cache import set_scales as set_scales
 from jaxkv._src.engine import Engine as Engine
+from jaxkv._src.engine import Output as Output
 from jaxkv._src.engine import Sampling as Sampling
+from jaxkv._src.engine import Stats as Stats
 from jaxkv._src.hf_config import layers_from_config as layers_from_config
 from jaxkv._src.hf_config import load_config as load_config
 from jaxkv._src.offload import HostMemory as HostMemory

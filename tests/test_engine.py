@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import Output, Stats
 from jaxkv._src.engine import _device
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._outputs import Kind
 from jaxkv._src.engine._sampler import _keep, _scaled, draw, fields_of
 from jaxkv._src.engine._samples import RECORD, record_of
 from jaxkv._src.internal.numbers import MAX_SAMPLES
-from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
 from tests.engine_models import (
     SPECS,
@@ -349,6 +349,41 @@ def test_steps_return_tokens_as_they_come_and_an_abort_keeps_them() -> None:
         assert name[0] == 4 or len(tokens) == len(whole[name].tokens)
 
 
+def test_one_sample_is_aborted_and_the_others_go_on() -> None:
+    """Also the one that computes the prompt, before and after it has."""
+    engine, sampling = make_engine(), Sampling(n=3, temperature=1.0, max_tokens=6, seed=5)
+    whole = {o.sample: o.tokens for o in engine.generate([[*range(30)]], [sampling])}
+    for number, steps in itertools.product(range(3), (0, 1, 2, 4)):
+        engine.manager.reset_prefixes()
+        engine.add("r", [*range(30)], sampling)
+        outputs = [output for _ in range(steps) for output in engine.step()]
+        engine.abort("r", sample=number)
+        with pytest.raises(ValueError, match=f"sample={number} of 'r' is unknown, or has ended"):
+            engine.abort("r", sample=number)
+        while engine.has_work:
+            outputs += engine.step()
+        for sample in range(3):
+            of_one = [output for output in outputs if output.sample == sample]
+            tokens = [token for output in of_one for token in output.tokens]
+            is_aborted = of_one[-1].finish_reason == "abort"
+            assert is_aborted == (sample == number)
+            assert tokens == whole[sample][: len(tokens) if is_aborted else None]
+    assert_all_free(engine)
+
+
+def test_prompts_of_another_salt_share_nothing_and_events_tell_what_is_cached() -> None:
+    log = jaxkv.prefixes.EventLog()
+    engine, prompt = made(events=log), [*range(9)]
+    key = jaxkv.ExtraKey.lora("a", "/a")
+    for prefix in ({"salt": "a"}, {"salt": "b"}, {"salt": "b", "extra_keys": [key]}):
+        before = engine.stats.cached_tokens
+        list(engine.generate([prompt], Sampling(max_tokens=1), **prefix))
+        assert engine.stats.cached_tokens == before
+        assert log.take() is not None
+    list(engine.generate([prompt], Sampling(max_tokens=1), salt="a"))
+    assert engine.stats.cached_tokens == 8
+
+
 def test_leaving_the_loop_aborts_the_rest() -> None:
     engine, requests = make_engine(), random_requests(0, 6)
     prompts, samplings = zip(*requests, strict=True)
@@ -652,13 +687,20 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
 
 
 def test_progress_is_shown_where_tqdm_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tqdm(done: Any, **options: Any) -> Any:
-        assert options == {"total": 2, "desc": "compiling", "unit": "shape", "disable": None}
-        return map(str, done)
+    engine, sampling, shown = make_engine(), Sampling(n=2, temperature=1.0, max_tokens=2), []
 
-    for module, wanted in ((types.SimpleNamespace(tqdm=tqdm), ["1", "2"]), (None, [1, 2])):
+    def tqdm(done: Any, **options: Any) -> Any:
+        shown.append(options)
+        return done
+
+    for module in (types.SimpleNamespace(tqdm=tqdm), None):
         monkeypatch.setitem(sys.modules, "tqdm", module)
-        assert list(_device._with_progress([1, 2], 2)) == wanted
+        engine.warm_up(sampling)
+        assert len(list(engine.generate([[1], [2]], sampling, progress=True))) == 4
+        next(engine.generate([[1], [2]], sampling, progress=True))
+        assert_all_free(engine)
+    many = {"total": 4, "desc": "generating", "unit": "sample", "disable": None}
+    assert shown == [many | {"total": 2, "desc": "compiling", "unit": "shape"}, many, many]
 
 
 @pytest.mark.parametrize("has_ring", [False, True])
@@ -894,6 +936,10 @@ MISTAKES = {
         ValueError,
         "params has another tree structure than the engine was made with",
     ),
+    "a sample": (lambda e: e.abort("r", sample=-1), ValueError, "sample must be at least 0"),
+    "no flag": (lambda e: e.generate([[1]], progress=1), TypeError, "progress must be True or"),
+    "no salt": (lambda e: e.generate([[1]], salt=1), TypeError, "salt"),
+    "no events": (lambda e: made(events=[]), TypeError, "events must be an EventLog, got list"),
     "what becomes of others": (
         lambda e: e.update(make_params(), in_flight="abort"),
         ValueError,

@@ -37,7 +37,7 @@ def requests_of(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
     return [(prompt, dataclasses.replace(sampling, **no_limits)) for prompt, sampling in requests]
 
 
-def served(engine: jaxkv.Engine, requests) -> list[jaxkv.engine.Output]:
+def served(engine: jaxkv.Engine, requests) -> list[jaxkv.Output]:
     prompts, samplings = zip(*requests, strict=True)
     return list(engine.generate(prompts, samplings))
 

@@ -70,7 +70,7 @@ def served(engine: jaxkv.Engine, failures: list[BaseException] | None = None) ->
                 engine.add(name, prompt, sampling)
     has_work = True
     while has_work:
-        outputs: list[jaxkv.engine.Output] = []
+        outputs: list[jaxkv.Output] = []
         with going_on(failures):
             outputs = engine.step()
             has_work = engine.has_work
@@ -438,7 +438,7 @@ def test_an_engine_sleeps_after_any_step_with_requests_in_host_memory_too(level:
     engine, wanted = make_engine(1), undisturbed(1)
     sleeps, step = 0, engine.step
 
-    def sometimes() -> list[jaxkv.engine.Output]:
+    def sometimes() -> list[jaxkv.Output]:
         nonlocal sleeps
         sleeps += 1
         if sleeps % 4 == 0:

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 import jaxkv
+from jaxkv import Output
 from jaxkv._src.engine import _calls
-from jaxkv.engine import Output
 from tests.traffic.models import SECOND, Model, forward, make_params, random_model
 from tests.traffic.oracle import VOCAB, candidates, make_weights
 

@@ -4,7 +4,7 @@ import array
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -75,10 +75,10 @@ class Calls:
         self.mend()
         self.packer.sampled = NONE_SAMPLED  # the host knows all tokens
 
-    def abort(self, request: Hashable) -> None:
-        """Ends all samples of a request."""
+    def abort(self, samples: Sequence[Sample]) -> None:
+        """Ends samples."""
         self.is_broken = True
-        for sample in self.packer.samples.of_request[request].copy():
+        for sample in samples:
             self._end(sample, "abort")
         self.is_broken = False
 
@@ -91,8 +91,7 @@ class Calls:
             self.packer.ring = self.device.ring(self.decode_steps)
             self.rebuild()
         if self.is_void:
-            for request in list(self.packer.samples.of_request):
-                self.abort(request)
+            self.abort(self.packer.samples.listed())
             self.changed = {}
             self.is_void = False
 

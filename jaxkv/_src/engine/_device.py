@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.engine._outputs import StepOptions
+from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
 from jaxkv._src.offload import Transfers
@@ -138,7 +139,8 @@ class Device:
             # The largest take longest.
             lowered = (self._step_of(call).lower(*self._arguments(call)) for call in calls[::-1])
             compiling = [pool.submit(step.compile) for step in lowered]
-            for done in _with_progress(concurrent.futures.as_completed(compiling), len(calls)):
+            completed = concurrent.futures.as_completed(compiling)
+            for done in with_progress(completed, len(calls), "compiling", "shape"):
                 done.result()
         for uploads in calls:
             self.run(uploads)
@@ -272,12 +274,3 @@ def _kinds_of(params: Any) -> dict[str, str]:
             )
         kinds[name] = f"{jnp.result_type(leaf)}{np.shape(leaf)}"
     return kinds
-
-
-def _with_progress[T](done: Iterable[T], count: int) -> Iterable[T]:
-    """Yields what is done, and shows how much it is if tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return done
-    return tqdm(done, desc="compiling", total=count, unit="shape", disable=None)

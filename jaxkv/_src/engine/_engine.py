@@ -9,6 +9,7 @@ from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
 from jaxkv._src.engine._device import Device, Forward
 from jaxkv._src.engine._outputs import Kind, Output, Stats, StepOptions
 from jaxkv._src.engine._packer import Packer
+from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._samples import Sample, Samples
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.engine._shape_buckets import ShapeBuckets, check_reproducible
@@ -17,6 +18,7 @@ from jaxkv._src.internal.checks import (
     check_at_most,
     check_choice,
     check_count,
+    check_flag,
     check_kind,
     check_name,
     check_positive,
@@ -25,7 +27,7 @@ from jaxkv._src.internal.checks import (
 from jaxkv._src.internal.unique import Unique
 from jaxkv._src.offload import HostMemory
 from jaxkv._src.planning import Plan, stores_encoder_tokens
-from jaxkv._src.prefixes import ExtraKey
+from jaxkv._src.prefixes import EventLog, ExtraKey, check_content
 from jaxkv._src.scheduler import Scheduler
 
 
@@ -69,6 +71,7 @@ class Engine(Unique):
         reproducible: bool = False,
         cache: KVCache | None = None,
         host_memory: HostMemory | None = None,
+        events: EventLog | None = None,
         seed: int = 0,
     ):
         """Creates an engine without requests.
@@ -96,6 +99,7 @@ class Engine(Unique):
           host_memory: for blocks that make room for others on the device: prefixes and preempted
             requests come back from there, when that is faster than computing them. None: they are
             computed.
+          events: as for `BlockManager`.
           seed: of the requests that have none.
 
         Raises:
@@ -116,7 +120,9 @@ class Engine(Unique):
                 "its add(encoder_tokens=)"
             )
         #: the engine's `BlockManager`; read-only
-        self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)
+        self.manager = BlockManager(
+            plan, max_requests=max_requests, host_memory=host_memory, events=events
+        )
         check_positive(decode_steps=decode_steps)
         check_at_most(plan.max_model_len, decode_steps=decode_steps)
         check_count(seed=seed, shared_prefixes=shared_prefixes)
@@ -158,7 +164,13 @@ class Engine(Unique):
         return bool(self._samples.of_request or self._calls.changed)
 
     def generate(
-        self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Sequence[Any],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        salt: str | None = None,
+        extra_keys: Sequence[ExtraKey] = (),
+        progress: bool = False,
     ) -> Iterator[Output]:
         """Generates tokens for prompts, and yields every sample when it ends.
 
@@ -168,6 +180,8 @@ class Engine(Unique):
           prompts: token ids of each prompt, sequences or arrays of ints.
           sampling: one for all prompts, or one for each; None: `Sampling()`. One with a seed gives
             each prompt random numbers of its own.
+          salt, extra_keys: of the prefix of each prompt, as for `BlockManager.start`.
+          progress: whether it shows how many samples have ended, if tqdm is installed.
 
         Returns:
           An iterator over outputs with all tokens of a sample, in the order of their ends. A loop
@@ -195,7 +209,11 @@ class Engine(Unique):
             self._samples.create(name, f"prompts[{name}]", prompt, one, self._device.vocab_size)
             for name, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        return self._outputs(requests)
+        check_flag(progress=progress)
+        check_content(salt, extra_keys)
+        outputs = self._outputs(requests, salt=salt, extra_keys=extra_keys)
+        total = sum(map(len, requests))
+        return with_progress(outputs, total, "generating", "sample") if progress else outputs
 
     def add(
         self,
@@ -223,17 +241,27 @@ class Engine(Unique):
         samples = self._samples.create(request, "prompt", prompt, sampling, self._device.vocab_size)
         self._add(samples, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
 
-    def abort(self, request: Hashable) -> None:
+    @plain_ints
+    def abort(self, request: Hashable, *, sample: int | None = None) -> None:
         """Ends a request; the next outputs hold the tokens that it has.
 
+        Args:
+          request: its name.
+          sample: the number of the one to end, from 0 to n - 1; None: all samples.
+
         Raises:
-          ValueError: an unknown request, or one that has ended.
+          TypeError, ValueError: an unknown request or sample, or one that has ended.
         """
         check_name(request)
+        check_count(sample=0 if sample is None else sample)
         self._calls.mend()
-        if request not in self._samples.of_request:
-            raise ValueError(f"request={request!r} is unknown, or has ended")
-        self._calls.abort(request)
+        ended = [
+            one for one in self._samples.of_request.get(request, ()) if sample in (None, one.number)
+        ]
+        if not ended:
+            given = f"request={request!r}" if sample is None else f"sample={sample} of {request!r}"
+            raise ValueError(f"{given} is unknown, or has ended")
+        self._calls.abort(ended)
 
     def step(self) -> list[Output]:
         """Sends the next step to the device, and returns what the one before has computed.
@@ -325,7 +353,7 @@ class Engine(Unique):
 
     # --- steps --------------------------------------------------------------------
 
-    def _outputs(self, requests: list[list[Sample]]) -> Iterator[Output]:
+    def _outputs(self, requests: list[list[Sample]], **prefix: Any) -> Iterator[Output]:
         calls = self._calls
         calls.mend()
         if self.has_work:
@@ -337,7 +365,7 @@ class Engine(Unique):
         requests.sort(key=lambda samples: samples[0].num_prompt - samples[0].end)
         try:
             for samples in requests:
-                self._add(samples)
+                self._add(samples, **prefix)
             while self.has_work:
                 calls.advance()
                 changed = calls.changed
