@@ -249,7 +249,7 @@ def test_a_published_file_is_read_as_counted_by_hand(name: str) -> None:
 
 
 def raw_layers(config: dict[str, Any]) -> collections.Counter[tuple[Any, ...]]:
-    """Of each kind of layer: bytes of a row, tokens that share it, and its window, or state bytes."""
+    """Of each kind of layer: bytes of a row, its tokens, and its window, or bytes of a state."""
     found: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for name, spec in layers_from_config(config).items():
         kind = name.split(".", 2)[2]

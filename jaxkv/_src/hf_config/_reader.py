@@ -212,7 +212,7 @@ class ConfigReader:
         return [known[str(kind)] for kind in given]
 
     def without_drafts(self, entries: list[Any]) -> list[Any]:
-        """Returns entries of layers without those of the layers that draft tokens, if there are any."""
+        """Returns entries of layers without those of layers that draft tokens."""
         drafts = self.count("num_nextn_predict_layers", self.count("num_mtp_layers", 0))
         count = self.layer_count()
         return entries[:count] if len(entries) == count + drafts else entries

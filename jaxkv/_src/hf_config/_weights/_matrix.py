@@ -79,9 +79,10 @@ class Fields:
     def at_layer(self, layer: int) -> "Fields":
         """Returns the fields with those that ``per_layer_config`` changes for a layer."""
         changes = self.values.get("per_layer_config")
-        found = changes.items() if isinstance(changes, Mapping) else ()
-        own = next((fields for key, fields in found if int(key) == layer), {})
-        return dataclasses.replace(self, values={**self.values, **own}) if own else self
+        for key, own in changes.items() if isinstance(changes, Mapping) else ():
+            if str(key).isdecimal() and int(key) == layer:
+                return dataclasses.replace(self, values={**self.values, **own})
+        return self
 
     def unread_sizes(self) -> list[str]:
         """Returns the fields that may size a matrix, and that nothing has read."""
@@ -89,8 +90,8 @@ class Fields:
         return [
             name
             for name, value in self.values.items()
-            if isinstance(value, int | list) and name not in known and SIZED.search(name)
-            if value not in (True, False, 0, 1, [])
+            if isinstance(value, (int, Sequence)) and name not in known and SIZED.search(name)
+            if value not in (True, False, 0, 1, []) and not isinstance(value, str)
         ]
 
     def first(self, *names: str) -> Any:
