@@ -35,7 +35,7 @@ demo: $(VENV)/.demo
 # Units and properties of the host's packages, and one kernel in interpret mode.
 QUICK := $(patsubst %,tests/test_%.py,architecture specs layout planning grouping choice hf_config \
 	blocks prefixes prefix_keys prefix_lookup prefix_events offload shape_buckets \
-	scheduler scheduler_samples scheduler_prefixes) tests/kernels/test_block_kernels.py
+	scheduler scheduler_prefixes) tests/kernels/test_block_kernels.py
 
 quick: check
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)

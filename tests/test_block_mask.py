@@ -163,93 +163,7 @@ def test_the_dense_map_takes_the_last_and_ignores_null_and_tails(case, data) -> 
     np.testing.assert_array_equal(map_pages(case.tables(starts), sizes=SIZES), wanted)
 
 
-def random_case(seed: int) -> Case:
-    rng = np.random.default_rng(seed)
-    lens = sorted(rng.multinomial(rng.integers(0, 15), [1 / 5] * 5).tolist(), reverse=True)
-    computed = [int(rng.integers(0, SIZES.max_model_len - n + 1)) for n in lens]
-    pages = rng.permutation(np.arange(1, SIZES.num_pages, dtype=np.int32))[: 5 * PAGES]
-    pages = pages.reshape(5, PAGES)
-    pages[1, :2] = pages[0, :2]
-    return Case(pages, lens, computed)
-
-
-def torch_seen_pages(torch, tokens, mapping, sizes) -> list[list[int]]:
-    """Per query group the pages of the pool in PyTorch's own block mask of the same mask."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    num_queries = sizes.max_num_query_groups * sizes.q_block_tokens
-    tokens = tokens + [(-1, -1)] * (num_queries - len(tokens))
-    requests, positions = (torch.tensor(part) for part in zip(*tokens, strict=True))
-    mapping = torch.tensor(np.asarray(mapping).astype(np.int64))
-
-    def mask_mod(b, h, query, slot):
-        request, position = requests[query], positions[query]
-        page = mapping[request.clamp(min=0), slot // sizes.page_tokens]
-        key = page * sizes.page_tokens + slot % sizes.page_tokens
-        seen = (request >= 0) & (page >= 0) & (key <= position)
-        if sizes.sliding_window is not None:
-            seen = seen & (position - key < sizes.sliding_window)
-        if sizes.chunk_size is not None:
-            seen = seen & (position // sizes.chunk_size == key // sizes.chunk_size)
-        return seen
-
-    mask = create_block_mask(
-        mask_mod,
-        B=None,
-        H=None,
-        Q_LEN=num_queries,
-        KV_LEN=sizes.num_pages * sizes.page_tokens,
-        device="cpu",
-        BLOCK_SIZE=(sizes.q_block_tokens, sizes.page_tokens),
-    )
-    pages = [[] for _ in range(sizes.max_num_query_groups)]
-    # PyTorch keeps blocks without a masked element in lists of their own.
-    for counts, indices in (
-        (mask.kv_num_blocks, mask.kv_indices),
-        (mask.full_kv_num_blocks, mask.full_kv_indices),
-    ):
-        for group, listed in enumerate(pages):
-            listed += indices[0, 0, group, : counts[0, 0, group]].tolist()
-    return [sorted(listed) for listed in pages]
-
-
-@pytest.mark.parametrize("sizes", MASKS[:5])
-@pytest.mark.filterwarnings("ignore")  # torch's own, on import
-def test_the_same_pages_as_pytorch(sizes) -> None:
-    torch = pytest.importorskip("torch", reason="compares with PyTorch's create_block_mask")
-    pytest.importorskip(
-        "torch.nn.attention.flex_attention", reason="FlexAttention needs torch >= 2.5"
-    )
-    for seed in range(5):
-        case = random_case(seed)
-        mapping = map_pages(case.tables(), sizes=sizes)
-        wanted = torch_seen_pages(torch, case.tokens, mapping, sizes)
-        counts, indices = list_pages(case.tables(), sizes=sizes)
-        for count, listed, pages in zip(counts.tolist(), indices.tolist(), wanted, strict=True):
-            assert listed[:count] == pages
-
-
 # --- sizes ----------------------------------------------------------------------------
-
-
-def test_the_shapes_whose_mismatch_stopped_an_engine() -> None:
-    """Planned [4096, 256] from the longest sequence, built [1024, 4096] from the batch."""
-    sizes = BlockMaskSizes(
-        max_num_batched_tokens=16384,
-        max_num_seqs=256,
-        max_model_len=4096,
-        page_tokens=16,
-        q_block_tokens=16,
-        num_pages=100_000,
-    )
-    assert (sizes.max_num_query_groups, sizes.max_num_kv_indices) == (1024, 4096)
-    _, pages = jax.eval_shape(lambda t: list_pages(t, sizes=sizes), shapes_of(256, 256))
-    assert pages.shape == (1024, 4096)
-    # The other way round: few tokens a step, long sequences.
-    sizes = dataclasses.replace(
-        sizes, max_num_batched_tokens=64, max_model_len=131_072, num_pages=200_000
-    )
-    assert (sizes.max_num_query_groups, sizes.max_num_kv_indices) == (4, 16 * 8192)
 
 
 def shapes_of(requests: int, width: int) -> PageTables:
@@ -313,15 +227,10 @@ def test_the_bounds_hold_for_batches_that_try_to_pass_them(sizes, tokens, seed) 
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"page_tokens": 0}, ValueError, "page_tokens must be at least 1"),
-        ({"q_block_tokens": 16.0}, TypeError, "q_block_tokens must be an int"),
-        ({"max_num_seqs": -1}, ValueError, "max_num_seqs"),
         ({"num_pages": 1}, ValueError, "num_pages=1 leaves no page next to the null page"),
-        ({"sliding_window": 0}, ValueError, "sliding_window"),
         ({"sliding_window": 4, "causal": False}, ValueError, "sliding_window=4.* causal=True"),
         ({"chunk_size": 4, "causal": False}, ValueError, "chunk_size=4.* needs causal=True"),
         ({"chunk_size": 4, "sliding_window": 4}, ValueError, "both given"),
-        ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
         *(
             (changes, ValueError, "token positions reach")
             for changes in (
@@ -335,13 +244,6 @@ def test_the_bounds_hold_for_batches_that_try_to_pass_them(sizes, tokens, seed) 
 def test_sizes_that_are_none_are_refused_by_name(changes, error, message) -> None:
     with pytest.raises(error, match=message):
         dataclasses.replace(SIZES, **changes)
-
-
-def test_sizes_are_taken_as_long_as_int32_counts_the_positions() -> None:
-    one = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "q_block_tokens": 1, "num_pages": 4}
-    sizes = BlockMaskSizes(**one, max_model_len=2**31 - 2, page_tokens=2**30 - 1)
-    with pytest.raises(ValueError, match="token positions reach"):
-        dataclasses.replace(sizes, max_model_len=2**31 - 1)
 
 
 def test_temporaries_do_not_grow_with_the_pool() -> None:
@@ -528,20 +430,6 @@ def test_without_a_causal_mask_every_group_lists_whole_requests() -> None:
     for layer in ("window.0", "chunk.0"):
         with pytest.raises(ValueError, match="needs causal=True"):
             block_mask_indices(cache, layer, batch, **options)
-
-
-def test_a_page_of_two_requests_is_listed_once() -> None:
-    cache, manager = make_cache(4), jaxkv.BlockManager(PLAN, max_requests=REQUESTS)
-    manager.start("a")
-    cache, _ = apply_step(cache, manager.step(SHAPE, {"a": 12}))
-    manager.fork("a", ["b"])
-    cache, batch = apply_step(cache, manager.step(SHAPE, {"a": 1, "b": 1}))
-    mask = block_mask_indices(cache, "full.0", batch, q_block_tokens=2)
-    group = PLAN.layouts[0].placement_of("full.0").group
-    (first, last), (same, copy) = (manager.block_ids(name)[group] for name in "ab")
-    assert first == same and last != copy
-    wanted = sorted(2 * block + part for block in (first, last, copy) for part in range(2))
-    assert mask.kv_indices[0, : int(mask.kv_num_blocks[0])].tolist() == wanted
 
 
 def test_a_request_that_was_not_grown_lists_nothing_and_sets_a_flag() -> None:

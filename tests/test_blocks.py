@@ -1,12 +1,7 @@
-"""Tests of block pool and block manager against references that handle one block at a time.
-
-``JAXKV_SEEDS=2000`` runs that many random histories of a manager of each model.
-"""
+"""Tests of block pool, block manager and uploads; `tests/test_simulation.py` draws their calls."""
 
 import dataclasses
-import functools
 import itertools
-import os
 import pickle
 import random
 import re
@@ -25,25 +20,18 @@ from jaxkv._src.blocks import BlockManager, BlockPool, OutOfBlocksError
 from jaxkv._src.internal.id_queue import IdQueue
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import (
-    ChunkedAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     Limits,
-    MLASpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
 )
 from jaxkv._src.uploads import StepShape, TableEntry
-from jaxkv.blocks import PrefixHit
-from jaxkv.testing import ReferenceTables, strategies
+from jaxkv.testing import strategies
 from tests.helpers import hybrid_plan
 from tests.layer_examples import Layers
-from tests.reference_manager import Change, OutOfBlocks, ReferenceManager
-from tests.simulation.oracle import Known, Oracle
 from tests.simulation.traffic import Watched
 
-SEEDS = int(os.environ.get("JAXKV_SEEDS", "40"))  # 2,800 calls of a manager of each model
 KV = {"num_kv_heads": 1, "head_size": 4}
 FULL = FullAttentionSpec(block_size=4, **KV)
 WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, **KV)
@@ -117,13 +105,6 @@ def test_the_block_queue_matches_a_list(calls) -> None:
     assert all(ids.tolist() == wanted for ids, wanted in popped)
 
 
-def test_freed_ids_are_reused_in_the_order_of_their_release() -> None:
-    pool = BlockPool(6)
-    first = pool.allocate(4)
-    pool.release(first[::-1])
-    assert pool.allocate(5).tolist() == [5, *first[::-1].tolist()]
-
-
 @pytest.mark.parametrize(("num_blocks", "spare"), [(257, 1), (600, 2), (20_001, 64)])
 def test_few_kept_blocks_are_forgotten_at_once(num_blocks: int, spare: int) -> None:
     """As many as are taken, and some to spare, so that not each call forgets a few."""
@@ -151,307 +132,7 @@ def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled(num_blocks: in
     assert pool.num_free_blocks == free
 
 
-# --- the manager against the reference ------------------------------------------------
-
 STATE = {"shapes": ((2,),), "dtypes": ("f32",)}
-MODELS: dict[str, Layers | list[Layers]] = {
-    "full": {"a": FULL},
-    "windows": {
-        "a": FULL,
-        "b": WINDOW,
-        "c": ChunkedAttentionSpec(block_size=2, chunk_size=7, **KV),
-        "d": SlidingWindowMLASpec(block_size=4, head_size=8, sliding_window=1),
-    },
-    "states": {
-        "a": FULL,
-        "none": StateSpec(block_size=4, speculative_blocks=1, **STATE),
-        "align": StateSpec(block_size=4, speculative_blocks=2, cache_mode="align", **STATE),
-        "all": StateSpec(block_size=2, speculative_blocks=1, cache_mode="all", **STATE),
-    },
-    "aligned": [
-        {
-            "a": StateSpec(block_size=4, speculative_blocks=1, cache_mode="align", **STATE),
-            "b": WINDOW,
-        },
-        {"c": FULL},  # on a worker where blocks of no other group lie
-    ],
-    "cross": {
-        "a": FULL,
-        "b": CrossAttentionSpec(block_size=4, **KV),
-        "c": MLASpec(block_size=8, head_size=4),
-    },
-    "sinks": {"a": FullAttentionSpec(block_size=4, sink_tokens=5, **KV), "b": WINDOW},
-}  # fmt: skip
-
-
-NO_COUNTS = [-1, 0, 0.5, 2.0, None, "1", [1], float("nan"), 2**31, 2**63, 2**70, np.array([1, 2])]
-NO_TOKENS = [[0.5], "ab", [[1]], [2**70], [-1], [None], [], [0] * 31, 7, {1: 2}, [True]]
-
-
-class Pair:
-    """A manager and its reference under the same calls, and tables fed by the uploads alone.
-
-    Between them the manager gets calls that it has to refuse, and that change nothing.
-    """
-
-    def __init__(self, plan: Plan, seed: int, max_requests: int = 4):
-        self.plan, self.rng = plan, random.Random(seed)
-        self.manager = Watched(plan, max_requests=max_requests)
-        self.reference = ReferenceManager(plan, max_requests=max_requests)
-        tokens = max_requests * plan.limits.max_in_flight_tokens
-        self.shape = shape_of(plan, max_requests, batch_size=max_requests, max_tokens=tokens)
-        most = max_requests * sum(plan.row_blocks)  # one step may carry several calls of `grow`
-        self.shape = dataclasses.replace(
-            self.shape, block_ids=most, zero_ids=most, block_copies=most
-        )
-        self.tight = dataclasses.replace(self.shape, block_ids=0)
-        self.device = ReferenceTables(plan, max_requests=max_requests)
-        self.names = itertools.count()
-        self.seen: Counter[str] = Counter()
-        self.later: list[Change] = []  # changes that no upload has told of yet
-
-    def act(self) -> None:
-        running = list(self.reference.requests)
-        actions = ["start"] * (len(running) < 4)
-        if running:
-            actions += ["step"] * 6 + ["finish", "grow", "fork", "rewind", "trim"]
-        action = self.rng.choice([*(actions or ["step"]), "refused"])
-        getattr(self, f"_{action}")(running)
-        self.seen[action] += 1
-        self.check()
-
-    def _refused(self, running) -> None:
-        """Makes a call that is refused, whatever the state."""
-        with unchanged(self.manager), pytest.raises((TypeError, ValueError, OutOfBlocksError)):
-            self.rng.choice(self._bad_calls(running))()
-
-    def _bad_calls(self, running) -> list[Callable[[], object]]:
-        manager, most = self.manager, self.plan.limits.max_in_flight_tokens
-        name = self.rng.choice([*running * 4, "nobody"])
-        computed = manager.computed_tokens.get(name, 0)
-        count, tokens = self.rng.choice(NO_COUNTS), self.rng.choice(NO_TOKENS)
-        work = self.rng.choice([{name: count}, {"nobody": 1, name: 1}, [name], ([name], [1]), 7])
-        calls: list[Callable[..., object]] = [
-            lambda: manager.step(self.shape, work),
-            lambda: manager.grow(work),
-            lambda: manager.grow({name: most + 1}),
-            lambda: manager.step(self.rng.choice([shape_of(self.plan, 5), "shape"]), {}),
-            lambda: manager.step(self.shape, {}, extra=self.rng.choice([[0.5], [2**31], [[1]]])),
-            lambda: manager.start(self.rng.choice([name, ["list"], {1: 2}]), encoder_tokens=-1),
-            lambda: manager.start("new", encoder_tokens=self.rng.choice([0.5, 99])),
-            lambda: manager.fork(name, self.rng.choice([["a", "a"], [name], "ab", 3, [["list"]]])),
-            lambda: manager.fork(name, ["new"], num_tokens=computed + 1),
-            lambda: manager.rewind(self.rng.choice([{name: computed + 1}, {"nobody": 0}, name])),
-            lambda: manager.trim([name, "nobody"]),
-            lambda: manager.finish("nobody"),
-            lambda: manager.block_pool.allocate(self.rng.choice([9999, -1, 0.5, None])),
-        ]
-        if all(group.growth.kind != "cross" for group in self.plan.groups):  # which share nothing
-            calls += [
-                lambda: manager.start("new", tokens),
-                lambda: manager.start("new", [1], boundaries=self.rng.choice([[-1], [99], 7])),
-                lambda: manager.start("new", [1], max_cached_tokens=-1),
-            ]
-        if name in running and not any(manager.allocated_blocks(name)):  # its next step takes one
-            calls += [lambda: manager.step(self.tight, {name: 1})] * 4
-        return calls
-
-    def _start(self, running) -> None:
-        encoder = self.rng.randint(0, self.plan.limits.max_encoder_tokens)
-        name = next(self.names)
-        hit = self.manager.start(name, encoder_tokens=encoder)
-        self.reference.start(name, encoder)
-        row, groups = self.reference.requests[name].row, len(self.plan.groups)
-        assert hit == PrefixHit(row, 0, (0,) * groups, ("not_looked_up",) * groups, ())
-
-    def _finish(self, running) -> None:
-        name = self.rng.choice(running)
-        self.manager.finish(name)
-        self.reference.finish(name)
-
-    def _trim(self, running) -> None:
-        names = self.rng.sample(running, self.rng.randint(0, len(running)))
-        self.manager.trim(names)
-        self.reference.trim(names)
-
-    def _fork(self, running) -> None:
-        if len(running) == 4:
-            return
-        donor, name = self.rng.choice(running), next(self.names)
-        computed = self.reference.requests[donor].computed
-        count = self.rng.choice([computed, self.rng.randint(0, computed)])
-        try:
-            self.reference.fork(donor, name, count)
-        except KeyError:
-            self.seen["prefix gone"] += 1
-            with pytest.raises(ValueError, match=r"no longer holds|lie in the block of a draft"):
-                self.manager.fork(donor, [name], num_tokens=count)
-            return
-        self.manager.fork(donor, [name], num_tokens=count)
-        self.seen["forked"] += 1
-
-    def _rewind(self, running) -> None:
-        name = self.rng.choice(running)
-        computed = self.reference.requests[name].computed
-        count = max(0, computed - self.rng.choice([0, 1, 2, 3, 9]))
-        try:
-            self.reference.rewind(name, count)
-        except KeyError:
-            self.seen["too far back"] += 1
-            with pytest.raises(ValueError, match="no longer holds"):
-                self.manager.rewind({name: count})
-            return
-        self.manager.rewind({name: count})
-
-    def _drop_unread(self) -> None:
-        """Lets blocks that nobody reads since a rewind be zeroed instead of copied."""
-        for at, change in enumerate(self.later):
-            readers = [
-                self.reference.with_content(change._replace(request=name))
-                for name, request in self.reference.requests.items()
-                if request.blocks[change.group].get(change.column) == change.block_id
-            ]
-            if readers and not any(reader.copied is not None for reader in readers):
-                self.later[at] = change._replace(copied=None)
-
-    def _work(self, running) -> dict[int, int]:
-        chosen = self.rng.sample(running, self.rng.randint(0, len(running)))
-        most = self.plan.limits.max_in_flight_tokens
-        work = {}
-        for name in chosen:
-            room = self.plan.max_model_len - self.reference.requests[name].computed
-            if room:
-                work[name] = min(room, self.rng.choice([1, 1, self.rng.randint(1, most)]))
-        return work
-
-    def _grow(self, running) -> None:
-        work = self._work(running)
-        self._drop_unread()
-        try:
-            changes = self.reference.grow(work)
-        except OutOfBlocks:
-            with pytest.raises(OutOfBlocksError):
-                self.manager.grow(work)
-            return
-        self.manager.grow(work)
-        self.later += changes
-
-    def _step(self, running) -> None:
-        work = self._work(running)
-        self._drop_unread()
-        try:
-            changes = self.reference.grow(work)
-        except OutOfBlocks:
-            self.seen["out of blocks"] += 1
-            with pytest.raises(OutOfBlocksError):
-                self.manager.step(self.shape, work)
-            return
-        upload = self.manager.step(self.shape, work, extra=range(0))
-        self.reference.compute(work)
-        parts = {name: part.tolist() for name, part in self.shape.format.split(upload.data).items()}
-        self._check_changes(parts, changes)
-        self._apply(parts)
-        self._check_device(work)
-        self.seen["copied"] += sum(change.copied is not None for change in changes)
-
-    def _check_changes(self, parts, changes) -> None:
-        """Compares the ids to zero and the copies with those of the reference.
-
-        Zeroing may wait until a request needs the block.
-        """
-        zeroed = [c.block_id for c in changes if c.copied is None and self._is_zeroed(c)]
-        origins: dict[int, int] = {}  # of blocks that will be copies: all are copied at once
-        for change in self.later:
-            origins.pop(change.block_id, None)
-            if change.copied is not None:
-                origins[change.block_id] = origins.get(change.copied, change.copied)
-        copies = [
-            (origins.get(c.copied, c.copied), c.block_id) for c in changes if c.copied is not None
-        ]
-        waiting = {c.block_id for c in self.later if c.copied is None and self._is_zeroed(c)}
-        waiting.difference_update(zeroed)  # given back, and taken again
-        got = parts["zero_ids"][: parts["zero_ends"][-1]]
-        assert sorted(set(got) - waiting) == sorted(set(zeroed) & set(got))
-        assert len(set(got)) == len(got)
-        group_of = {c.block_id: c.group for c in (*self.later, *changes)}
-        groups = np.searchsorted(parts["zero_ends"], np.arange(len(got)), side="right")
-        assert [group_of[block_id] for block_id in got] == groups.tolist()
-        self.later = [c for c in (*self.later, *changes) if c.block_id not in got]
-        pairs = zip(parts["copy_sources"], parts["copy_destinations"], strict=True)
-        pairs = [pair for pair in pairs if pair[0] >= 0]
-        group_of = {c.block_id: c.group for c in self.later if c.copied is not None}
-        assert len(set(pairs)) == len(pairs) and set(copies) <= set(pairs)
-        groups = np.searchsorted(parts["copy_ends"], np.arange(len(pairs)), side="right")
-        assert [group_of[new] for _, new in pairs] == groups.tolist()
-        self.later = [c for c in self.later if c.copied is None]
-
-    def _is_zeroed(self, change: Change) -> bool:
-        return self.plan.groups_to_zero[change.group]
-
-    def _apply(self, parts) -> None:
-        """Applies an upload to the reference tables, entry by entry."""
-        group, groups = 0, len(self.plan.groups)
-        for k in range(parts["entry_ends"][-1]):
-            while k >= parts["entry_ends"][group]:
-                group += 1
-            row, column = parts["entry_rows"][k], parts["entry_logical_blocks"][k]
-            self.device.cells[group][row][column] = parts["entry_ids"][k]
-        for row, lengths in zip(parts["changed_rows"], parts["row_lengths"], strict=True):
-            for group in range(groups):
-                if row >= 0:
-                    self.device.lengths[group][row] = lengths[group]
-
-    def _check_device(self, work) -> None:
-        """Checks the rows of a step's requests, as far as the step needs them."""
-        for name in work:
-            request = self.reference.requests[name]
-            for group, held in enumerate(request.blocks):
-                row = self.device.row(group, request.row)
-                size = self.plan.groups[group].block_size * self.plan.context_parallel
-                needed = [column for column in held if column * size < request.computed]
-                assert max(needed, default=-1) < len(row) <= request.lengths[group], (name, group)
-                assert all(row[column] == held[column] for column in held if column < len(row))
-
-    def check(self) -> None:
-        manager, reference = self.manager, self.reference
-        rows = {name: request.row for name, request in reference.requests.items()}
-        assert manager.requests == rows
-        assert manager.num_free_blocks == len(reference.free)
-        held = [0] * len(self.plan.groups)
-        for name, request in reference.requests.items():
-            assert manager.num_computed_tokens(name) == request.computed
-            for group, (ids, blocks) in enumerate(
-                zip(manager.block_ids(name), request.blocks, strict=True)
-            ):
-                assert {c: i for c, i in enumerate(ids) if i} == blocks, (name, group)
-                held[group] += len(blocks)
-        assert manager.allocated_blocks() == tuple(held)
-        assert manager.block_pool.allocate(0).size == 0
-
-
-@pytest.mark.parametrize("model", list(MODELS))
-def test_the_manager_equals_the_reference_after_every_call(model: str) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(SEEDS):
-        rng = random.Random(seed)
-        limits = Limits(max_in_flight_tokens=9, max_encoder_tokens=9)
-        roomy = small_plan(MODELS[model], 200, limits=limits)
-        need = roomy.admission_blocks(30) + roomy.reserved_blocks
-        plan = small_plan(
-            MODELS[model],
-            num_blocks=int(need * rng.choice([1, 1.5, 2.5])),
-            zero_policy=rng.choice(["when_needed", "always"]),
-            limits=limits,
-        )
-        pair = Pair(plan, seed)
-        for _ in range(70):
-            pair.act()
-        seen += pair.seen
-        for name in list(pair.reference.requests):
-            pair.manager.finish(name)
-        assert pair.manager.num_free_blocks == plan.usable_blocks
-    assert seen["forked"] and seen["copied"] and seen["out of blocks"]
-    assert model != "windows" or (seen["too far back"] and seen["prefix gone"])
 
 
 # --- admission ------------------------------------------------------------------------
@@ -493,19 +174,6 @@ def test_an_admitted_request_never_runs_out_of_blocks(plan: Plan, data: st.DataO
         len(row) <= width
         for row, width in zip(manager.block_ids("r"), plan.row_blocks, strict=True)
     )
-
-
-def test_admission_charges_exactly_what_a_request_of_full_attention_holds() -> None:
-    plan = plan_cache({"kv": FULL}, 2**20, max_model_len=16, num_blocks_override=5)
-    manager, shape = BlockManager(plan, max_requests=2), shape_of(plan, 2)
-    running = manager.requests
-    manager.start("r")
-    assert running == {"r": 0}  # it follows
-    manager.step(shape, {"r": 16})
-    assert manager.allocated_blocks() == plan.blocks_per_group(16) == (4,)
-    manager.start("s")
-    with unchanged(manager), pytest.raises(OutOfBlocksError, match="1 blocks needed and 0 free"):
-        manager.step(shape, {"s": 1})
 
 
 # --- steps ----------------------------------------------------------------------------
@@ -630,7 +298,8 @@ def test_every_step_within_its_limits_fits_the_shape_of_the_plan(data: st.DataOb
 def test_shapes_have_room_for_zeroing_only_if_the_plan_zeroes_blocks() -> None:
     assert shape_of(small_plan({"a": FULL})).zero_ids == 0
     assert shape_of(small_plan({"a": FULL}, zero_policy="always")).zero_ids > 0
-    some = small_plan(MODELS["aligned"], 200)
+    aligned = StateSpec(block_size=4, speculative_blocks=1, cache_mode="align", **STATE)
+    some = small_plan([{"a": aligned, "b": WINDOW}, {"c": FULL}], 200)
     assert some.groups_to_zero.count(False) == 1
     most = [group.growth.most_new_blocks(4, 40, 9, 0, 1) for group in some.groups]
     zeroed = sum(n for n, zero in zip(most, some.groups_to_zero, strict=True) if zero)
@@ -691,14 +360,6 @@ def test_floats_and_zeros_are_refused_after_a_step_of_the_same_requests() -> Non
             call({"r": 1, "s": 0})
 
 
-def test_a_name_that_is_used_again_is_of_its_new_row() -> None:
-    manager, shape = running()
-    manager.finish("r")
-    manager.start("r")
-    assert manager.requests == {"r": 1}
-    assert manager.step(shape, {"r": 8}).parts()["request_rows"].tolist() == [1]
-
-
 def test_every_upload_is_a_new_array_with_the_next_number() -> None:
     manager, shape = running()
     first, second = manager.step(shape, {"r": 1}), manager.step(shape, {})
@@ -707,57 +368,6 @@ def test_every_upload_is_a_new_array_with_the_next_number() -> None:
     assert (first.data[0], second.data[0], idle.data[0]) == (2, 3, 0)
     idle.data[:] = 7  # is the caller's alone
     assert shape.idle().data[0] == 0
-
-
-def test_a_rejected_draft_is_overwritten_in_its_block() -> None:
-    manager, shape = running(small_plan({"a": FULL, "b": WINDOW}))
-    blocks = manager.block_ids("r")
-    manager.step(shape, {"r": 3})
-    manager.rewind({"r": 9})
-    assert manager.num_computed_tokens("r") == 9 and manager.block_ids("r") != blocks
-    held = manager.block_ids("r")[0]
-    manager.step(shape, {"r": 2})
-    assert manager.block_ids("r")[0] == held
-    manager.rewind({"r": 10})
-    assert manager.num_computed_tokens("r") == 10
-
-
-@pytest.mark.parametrize("mode", ["none", "align", "all"])
-def test_a_state_rewinds_by_at_most_as_many_drafts_as_have_blocks(mode: str) -> None:
-    """A state that has seen a rejected token is never read."""
-    state = StateSpec(block_size=8, speculative_blocks=2, cache_mode=mode, **STATE)
-    manager, shape = running(small_plan({"s": state}), 8)
-    manager.step(shape, {"r": 4})
-    for count in (9, 11):  # more tokens than drafts: a prompt
-        with unchanged(manager), pytest.raises(ValueError, match="speculative_blocks=2"):
-            manager.rewind({"r": count})
-    manager.step(shape, {"r": 3})
-    with unchanged(manager), pytest.raises(ValueError, match="speculative_blocks=2"):
-        manager.rewind({"r": 12})
-    manager.rewind({"r": 14})
-    manager.rewind({"r": 13})
-    if mode == "all":  # the state at the end of a block is kept
-        manager.rewind({"r": 8})
-    assert manager.num_computed_tokens("r") == (8 if mode == "all" else 13)
-
-
-@pytest.mark.parametrize("mode", ["none", "align", "all"])
-def test_a_rewind_to_an_overwritten_state_is_refused(mode: str) -> None:
-    """Drafts have their own blocks; the token before them overwrites the running state."""
-    state = StateSpec(block_size=8, speculative_blocks=2, cache_mode=mode, **STATE)
-    manager, shape = running(small_plan({"s": state}), 3)
-    manager.step(shape, {"r": 2})
-    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-        manager.rewind({"r": 3})
-    manager.rewind({"r": 4})
-    manager.rewind({"r": 0})  # the first token reads no state
-    assert manager.num_computed_tokens("r") == 0
-    manager.step(shape, {"r": 6})
-    manager.step(shape, {"r": 5})  # more tokens than drafts, however far it is rewound
-    if mode == "all":
-        manager.rewind({"r": 8})
-    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-        manager.rewind({"r": 7})
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
@@ -785,69 +395,6 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
     assert manager.computed_tokens == {"r": 6, "prompt": 4, "first": 5, "second": 6}
 
 
-@pytest.mark.parametrize(
-    ("mode", "way"),
-    [
-        *itertools.product(["none", "align", "all"], ["forked", "imported"]),
-        *(("align", "cached"), ("all", "cached")),
-    ],
-)
-def test_tokens_that_no_step_computed_are_no_drafts(mode: str, way: str) -> None:
-    """However few they are."""
-    state = StateSpec(block_size=2, speculative_blocks=2, cache_mode=mode, **STATE)
-    plan, prompt = small_plan({"s": state}), [1] * 3
-    manager, shape = BlockManager(plan, max_requests=4), shape_of(plan, forks=4)
-    manager.start("donor", prompt)
-    manager.step(shape, {"donor": 1})
-    manager.step(shape, {"donor": 1})
-    if way == "cached":
-        assert manager.start("r", prompt).num_cached_tokens == 2
-    elif way == "forked":
-        manager.fork("donor", ["r"])
-    else:
-        manager.import_blocks("r", 2)
-    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-        manager.rewind({"r": 1})
-    manager.fork("r", ["s"])
-    assert manager.num_computed_tokens("s") == 2
-
-
-@pytest.mark.parametrize("mode", ["align", "all"])
-def test_a_state_that_drafts_left_in_another_block_is_not_shared(mode: str) -> None:
-    """Once the drafts of a step reach another block, states are not where they belong.
-
-    "align" writes the state after the first token where the state after the last one belongs, and
-    "all" writes the state at the end of the block into the block of a draft.
-    """
-    state = StateSpec(block_size=4, speculative_blocks=2, cache_mode=mode, **STATE)
-    plan, accepted = small_plan({"s": state}), {"align": 3, "all": 5}[mode]
-    manager, shape = BlockManager(plan, max_requests=4), shape_of(plan, 4, forks=4)
-    manager.start("r", [1] * 9)
-    manager.step(shape, {"r": 2})
-    manager.step(shape, {"r": 3})
-    manager.rewind({"r": accepted})
-    shared = min(accepted, 4)
-    if mode == "all":
-        manager.step(shape, {"r": 1})
-        manager.fork("r", ["fork"])
-        for name in ("r", "fork"):
-            with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-                manager.rewind({name: 4})
-        manager.finish("fork")
-    with unchanged(manager), pytest.raises(ValueError, match=f"num_tokens={shared}: the"):
-        manager.fork("r", ["s"], num_tokens=shared)
-    manager.finish("r")
-    assert manager.find_prefix([1] * 9, max_cached_tokens=4).num_cached_tokens == 0
-    manager.start("again", [1] * 9)
-    for count in (2, 3):
-        manager.step(shape, {"again": count})
-    manager.rewind({"again": 0})  # it starts over, in one step
-    manager.step(shape, {"again": 8})
-    manager.fork("again", ["s"], num_tokens=8)
-    if mode == "all":
-        manager.rewind({"again": 4})
-
-
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("sizes", [(4,), (4, 16), (16, 4)])
 def test_a_step_past_the_block_where_drafts_left_a_state_is_refused(sizes, count: int) -> None:
@@ -865,33 +412,6 @@ def test_a_step_past_the_block_where_drafts_left_a_state_is_refused(sizes, count
             call({"s": 1, "r": 6})
     manager.step(shape, {"r": count})
     manager.step(shape, {"r": 6})
-
-
-@pytest.mark.parametrize(("count", "step", "is_kept"), [(3, 2, True), (2, 2, False), (2, 3, True)])
-def test_the_state_at_the_end_of_a_block_is_kept_but_for_one_after_a_draft(
-    count: int, step: int, is_kept: bool
-) -> None:
-    """A step that begins with the end of a block keeps it, and one that is too long for drafts."""
-    state = StateSpec(block_size=4, speculative_blocks=1, cache_mode="all", **STATE)
-    manager, shape = running(small_plan({"s": state}), count)
-    manager.step(shape, {"r": step})
-    manager.step(shape, {"r": 4})
-    if is_kept:
-        return manager.rewind({"r": 4})
-    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-        manager.rewind({"r": 4})
-
-
-def test_a_fork_notes_anew_which_states_are_in_blocks_of_drafts() -> None:
-    state = StateSpec(block_size=4, speculative_blocks=1, cache_mode="all", **STATE)
-    manager, shape = running(small_plan({"s": state}), 6)
-    manager.step(shape, {"r": 2})  # the state after 8 tokens is in the block of a draft
-    manager.fork("r", ["s", "t"], num_tokens=4)
-    for work in ({"s": 2}, {"s": 2}, {"s": 4, "t": 4}, {"t": 4}):  # "s" has drafts there, too
-        manager.step(shape, work)
-    manager.rewind({"t": 8})
-    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-        manager.rewind({"s": 8})
 
 
 def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -> None:
@@ -990,39 +510,6 @@ def test_copies_that_several_calls_of_grow_left_are_made_group_by_group() -> Non
         assert {*copied.tolist()} == {manager.block_ids(name)[group][1] for name in "st"}
 
 
-def test_a_prefix_of_whole_blocks_needs_no_copy() -> None:
-    manager, shape = running(small_plan({"a": FULL}), 9)
-    manager.fork("r", ["s"], num_tokens=8)
-    assert manager.num_computed_tokens("s") == 8
-    manager.step(shape, {"s": 3})
-    assert manager.block_ids("s")[0][:2] == manager.block_ids("r")[0][:2]
-    assert manager.block_ids("s")[0][2] != manager.block_ids("r")[0][2]
-
-
-def test_a_step_after_a_rewind_does_not_write_into_shared_blocks() -> None:
-    manager, shape = running(small_plan({"a": FULL}), 9)
-    shape = dataclasses.replace(shape, block_copies=4)
-    manager.fork("r", ["s"])
-    manager.rewind({"r": 2})
-    manager.step(shape, {"r": 1})
-    shared = manager.block_pool.references_of(np.array(manager.block_ids("s")[0]))
-    assert shared.tolist() == [1, 1, 1]
-    assert not set(manager.block_ids("r")[0]) & set(manager.block_ids("s")[0])
-
-
-@pytest.mark.parametrize("sizes", [(4, 16), (16, 4)])
-def test_a_step_that_is_shorter_than_its_grow_copies_the_shared_states_of_every_group(
-    sizes: tuple[int, int],
-) -> None:
-    layers = {f"s{n}": StateSpec(block_size=n, cache_mode="align", **STATE) for n in sizes}
-    manager, shape = running(small_plan(layers), 5)
-    manager.fork("r", ["s"])
-    manager.grow({"r": 4})  # writes the shared block of 16 tokens, and none of 4
-    manager.step(dataclasses.replace(shape, block_copies=2), {"r": 1})
-    for ours, shared in zip(manager.block_ids("r"), manager.block_ids("s"), strict=True):
-        assert not {*ours} & {*shared} - {0}
-
-
 @pytest.mark.parametrize("num_free", range(4))
 def test_a_request_overwrites_what_is_kept_if_no_block_is_left_for_a_copy(num_free: int) -> None:
     plan = small_plan({"a": FULL})
@@ -1091,58 +578,6 @@ def test_a_shape_has_room_for_the_copies_that_others_read_of_a_block_that_is_dro
     assert parts["copy_destinations"].tolist() == [manager.block_ids("t")[0][0]]
 
 
-@pytest.mark.parametrize("drafts", [0, 1])
-@pytest.mark.parametrize("mode", ["none", "align", "all"])
-def test_requests_that_grow_and_go_back_read_the_states_that_they_wrote(
-    mode: str, drafts: int
-) -> None:
-    state = StateSpec(block_size=2, cache_mode=mode, speculative_blocks=drafts, **STATE)
-    plan = small_plan({"s": state}, 30, max_model_len=24)
-    shape, num_rewound = shape_of(plan, max_query_len=8), 0
-    sizes = (1, 2, 5), (0, 2, 3, 4, 7), (0, 6), (1, 4)
-    for second, left, grown, third in itertools.product(*sizes):
-        manager = Watched(plan, max_requests=4)
-        oracle, request = Oracle(manager), Known("r", list(range(24)), verified=24)
-        manager.start("r")
-        oracle.begin(request, 0)
-
-        def step(count: int, oracle=oracle, request=request) -> None:
-            upload = oracle.manager.step(shape, {"r": count})
-            oracle.step(upload, {"r": request}, {"r": count})
-            oracle.check_rows()
-
-        step(2)
-        are_drafts = 1 < second <= 1 + drafts
-        request.verified = 3 if are_drafts else 24
-        step(second)
-        (columns,) = request.states.values()
-        if left and (left > request.computed or left not in columns):
-            continue
-        try:
-            manager.rewind({"r": left})
-        except ValueError:
-            assert mode == "all" and (drafts or not left)
-            continue
-        oracle.rewind(request, left)
-        request.verified, num_rewound = 24, num_rewound + (left > 0)
-        if not are_drafts:
-            manager.grow({"r": grown} if grown else {})
-            step(third)
-        step(1)
-        step(2)
-    assert num_rewound > 3
-
-
-def test_the_device_learns_of_a_copy_with_the_upload_that_makes_it() -> None:
-    manager, shape = running(small_plan({"a": FULL}), 5)
-    shape = dataclasses.replace(shape, block_copies=1)
-    manager.fork("r", ["s"])
-    manager.start("t")
-    manager.grow({"r": 1})
-    manager.step(shape, {"t": 1})
-    assert not manager.step(shape, {"r": 1}).parts()["entry_ids"].size
-
-
 def test_the_device_learns_of_a_copy_of_a_copy_with_the_upload_that_makes_both() -> None:
     manager, shape = running(small_plan({"a": FULL}), 3)
     shape = dataclasses.replace(shape, block_copies=2)
@@ -1187,16 +622,6 @@ def test_a_rewind_before_the_block_that_grow_copies_leaves_the_copies_that_are_r
     made = zip(parts["copy_sources"].tolist(), parts["copy_destinations"].tolist(), strict=True)
     assert {*made} == {(shared[0], own[0])} | (copies if readers else set())
     assert sorted(parts["zero_ids"].tolist()) == sorted(own[1:])
-
-
-def test_a_donor_that_is_rewound_to_behind_a_fork_copies_the_block_that_both_have() -> None:
-    manager, shape = running(small_plan({"a": FULL}), 9)
-    manager.fork("r", ["s"], num_tokens=6)
-    manager.step(shape, {"r": 1})
-    manager.rewind({"r": 7})
-    manager.step(dataclasses.replace(shape, block_copies=1), {"r": 1})
-    (donor,), (fork,) = manager.block_ids("r"), manager.block_ids("s")
-    assert donor[0] == fork[0] and donor[1] != fork[1]
 
 
 # --- schedulers that assign block ids themselves --------------------------------------
@@ -1314,51 +739,26 @@ def test_an_upload_of_a_scheduler_has_what_it_gave_in_all_parts_or_is_refused() 
     assert not never
 
 
-def test_a_row_is_listed_up_to_its_last_block() -> None:
-    manager = BlockManager(hybrid_plan(), max_requests=2)
-    manager.start("r")
-    manager.step(shape_of(manager.plan, 2), {"r": 5})
-    assert [len(ids) for ids in manager.block_ids("r")] == [2, 2, 2, 1, 1]
-
-
 # --- bad input ------------------------------------------------------------------------
 
 LARGER, OF_FEWER = shape_of(hybrid_plan(41)), shape_of(hybrid_plan(), 3)
 BAD_CALLS = [
     ("num_blocks", lambda m, s: BlockPool(1)),
-    ("num_blocks", lambda m, s: BlockPool(2.0)),
     ("count", lambda m, s: m.block_pool.allocate(-1)),
-    ("count", lambda m, s: m.block_pool.allocate(1.5)),
-    ("max_requests", lambda m, s: BlockManager(hybrid_plan(), max_requests=0)),
-    ("max_requests", lambda m, s: BlockManager(hybrid_plan(), max_requests="2")),
-    ("plan", lambda m, s: BlockManager("qwen3", max_requests=1)),
     ("request='r' is in use", lambda m, s: m.start("r")),
-    ("encoder_tokens", lambda m, s: m.start("s", encoder_tokens=-1)),
     ("encoder_tokens=1 is more", lambda m, s: m.start("s", encoder_tokens=1)),
     ("request='s' is not running", lambda m, s: m.step(s, {"s": 1})),
-    ("request='s' is not running", lambda m, s: m.grow({"s": 1})),
     ("request='s' is not running", lambda m, s: m.finish("s")),
     ("request='s' is not running", lambda m, s: m.block_ids("s")),
     ("request='s' is not running", lambda m, s: m.num_computed_tokens("s")),
     ("request 'r' computes 0 tokens", lambda m, s: m.step(s, {"r": 0})),
     ("request 'r' computes 9 tokens", lambda m, s: m.step(s, {"r": 9})),
-    ("work must count tokens in ints", lambda m, s: m.step(s, {"r": 1.5})),
-    ("work must map requests", lambda m, s: m.step(s, "r")),
-    ("work must map requests", lambda m, s: m.step(s, (np.array([0]), np.array([1])))),
     ("computes 2147483647 tokens", lambda m, s: m.step(s, {"r": 2**64})),
     ("computes -1 tokens", lambda m, s: m.step(s, {"r": -(2**64)})),
-    ("computes 2147483647 tokens", lambda m, s: m.step(s, {"r": 2**63})),
-    ("extra must be ints", lambda m, s: m.step(s, {"r": 1}, extra=[0.5])),
-    ("ring must be an UploadRing", lambda m, s: m.step(s, {"r": 1}, ring=7)),
-    ("must be a hashable name", lambda m, s: m.finish(["r"])),
-    ("must be a hashable name", lambda m, s: m.num_swapped_tokens(["r"])),
     ("read-only", lambda m, s: m.computed_by_row.fill(0)),
     ("read-only", lambda m, s: m.unsynced_tokens_by_row.fill(0)),
-    ("checkpoint_share=-0.01 must", lambda m, s: of_share(-0.01)),
     ("checkpoint_share=1.01 must", lambda m, s: of_share(1.01)),
-    ("checkpoint_share=nan must", lambda m, s: of_share(float("nan"))),
     ("boundaries=", lambda m, s: m.start("s", [1], boundaries=[0])),
-    ("shape must be a StepShape", lambda m, s: m.step((4, 8), {"r": 1})),
     ("its num_blocks is 41 and the manager's 40", lambda m, s: m.step(LARGER, {"r": 1})),
     ("its max_requests is 3 and the manager's 4", lambda m, s: m.step(OF_FEWER, {"r": 1})),
     (
@@ -1371,16 +771,13 @@ BAD_CALLS = [
     ),
     ("num_tokens=9 is more than the 8", lambda m, s: m.rewind({"r": 9})),
     ("num_tokens", lambda m, s: m.rewind({"r": -1})),
-    ("num_tokens must map", lambda m, s: m.rewind("r")),
     ("not running", lambda m, s: m.rewind({"r": 3, "s": 1})),
-    ("into must be a sequence", lambda m, s: m.fork("r", "s")),
     ("is in use", lambda m, s: m.fork("r", ["r"])),
     ("names a request twice", lambda m, s: m.fork("r", ["s", "s"])),
     ("4 requests need rows, and 3", lambda m, s: m.fork("r", list("abcd"))),
     ("num_tokens=9 is more than the 8", lambda m, s: m.fork("r", ["s"], num_tokens=9)),
     ("no longer holds the blocks", lambda m, s: m.fork("r", ["s"], num_tokens=3)),
     ("rows must be in", lambda m, s: foreign(s, rows=[4])),
-    ("rows must be in", lambda m, s: foreign(s, rows=[-1])),
     ("rows names a row twice", lambda m, s: foreign(s, rows=[1, 1])),
     ("differ in length", lambda m, s: foreign(s, rows=[1], num_new_tokens=[1, 1])),
     ("num_new_tokens must be at least 1", lambda m, s: foreign(s, rows=[1], num_new_tokens=[0])),
@@ -1390,8 +787,6 @@ BAD_CALLS = [
     ("row=4 is not in", lambda m, s: foreign(s, entries=[TableEntry(4, [[1]] * 5)])),
     ("row must be at least 0", lambda m, s: foreign(s, entries=[TableEntry(-1, [[1]] * 5)])),
     ("zero_ids has 1 groups", lambda m, s: foreign(s, zero_ids=[[1]])),
-    ("zero_ids has 6 groups", lambda m, s: foreign(s, zero_ids=[[1]] * 6)),
-    ("row 0 has ids for 6 groups", lambda m, s: foreign(s, entries=[TableEntry(0, [[1]] * 6)])),
     ("copies must be pairs", lambda m, s: foreign(s, copies=[[1]] * 5)),
     ("copies has 1 groups", lambda m, s: foreign(s, copies=[[(1, 2)]])),
     ("encoder_lens has 2", lambda m, s: foreign(s, rows=[1], encoder_lens=[1, 2])),
@@ -1459,39 +854,13 @@ def test_a_shape_with_invalid_sizes_is_refused(sizes, message) -> None:
         StepShape.for_plan(hybrid_plan(), **({"max_requests": 4, "max_tokens": 8} | sizes))
 
 
-# The arguments of `StepShape.for_plan`, and the fields that it derives, with the least of each.
-LEAST = dict.fromkeys(("extra", "shared_prefixes", "forks", "cached_tokens"), 0)
-LEAST |= dict.fromkeys(("max_requests", "max_tokens", "batch_size", "tokens_per_request"), 1)
-LEAST |= dict.fromkeys(("max_query_len", "max_seq_len"), 1)
-FIELDS = {name: least for name, least in LEAST.items() if name not in ("forks", "cached_tokens")}
-FIELDS |= dict.fromkeys(("max_encoder_tokens", "block_ids", "zero_ids", "block_copies"), 0)
-FIELDS |= dict.fromkeys(("num_blocks", "context_parallel"), 1)
-
-
-def test_every_size_of_a_shape_is_an_int_from_its_least_on() -> None:
-    plan = hybrid_plan()
-    shape = shape_of(plan, batch_size=1, max_tokens=1)
-    flags = {"token_ids", "reproducible"}
-    assert {field.name for field in dataclasses.fields(shape)} == {*FIELDS, *flags, "growths"}
-    given = {"max_requests": 1, "max_tokens": 1}
-    for sizes, make in (
-        (LEAST, lambda **size: StepShape.for_plan(plan, **(given | size))),
-        (FIELDS, functools.partial(dataclasses.replace, shape)),
-    ):
-        for name, least in sizes.items():
-            make(**{name: least})
-            with pytest.raises(ValueError, match=f"^{name} must be at least {least}, got"):
-                make(**{name: least - 1})
-            for wrong in ("1", 1.0, True):
-                with pytest.raises(TypeError, match=f"^{name} must be an int, got"):
-                    make(**{name: wrong})
-    for name in FIELDS.keys() - {"tokens_per_request"}:
-        with pytest.raises(ValueError, match=f"^{name}={2**31} must be at most"):
-            dataclasses.replace(shape, **{name: 2**31})
-        dataclasses.replace(shape, **{"max_requests": 2**31 - 1} | {name: 2**31 - 1})
-    for name in flags:
-        with pytest.raises(TypeError, match=f"^{name} must be True or False"):
-            dataclasses.replace(shape, **{name: 1})
+def test_every_field_of_a_shape_is_an_int32() -> None:
+    shape = shape_of(hybrid_plan(), batch_size=1, max_tokens=1)
+    for name in {field.name for field in dataclasses.fields(shape)} - {"growths"}:
+        is_flag = isinstance(getattr(shape, name), bool)
+        for wrong in (1,) if is_flag else (-1, 2**31, "1", 1.0, True):
+            with pytest.raises((ValueError, TypeError), match=f"^(max_tokens=1 .* )?{name}"):
+                dataclasses.replace(shape, **{name: wrong})
 
 
 def test_a_step_takes_no_more_blocks_than_the_pool_has() -> None:
@@ -1587,21 +956,6 @@ def test_a_step_of_another_scheduler_fits_its_shape_or_is_refused() -> None:
     jaxkv.pack_step(shape, entries=entries[:2], num_computed_tokens=[longest - 2], **step)
 
 
-def test_reprs_are_one_line_without_arrays() -> None:
-    manager, shape = running()
-    texts = [repr(manager), repr(manager.block_pool), repr(shape), repr(manager.step(shape, {}))]
-    few = TableEntry(1, [list(range(8)), list(range(9)), []])
-    texts.append(repr(few))
-    assert texts[-1] == (
-        "TableEntry(row=1, replaced by [0, 1, 2, 3, 4, 5, 6, 7]; "
-        "[0, 1, 2, 3, 4, 5, 6, 7, ... 9 ids]; [])"
-    )
-    assert repr(few._replace(block_ids=[[7], []], starts=[3, 0])) == (
-        "TableEntry(row=1, from (3, 0) on [7]; [])"
-    )
-    assert all("\n" not in text and len(text) < 140 for text in texts), texts
-
-
 def test_texts_count_what_they_name() -> None:
     plan = small_plan({"a": FULL}, 2000, zero_policy="always")
     manager, shape = BlockManager(plan, max_requests=5), shape_of(plan, 5, batch_size=3, forks=2)
@@ -1649,21 +1003,6 @@ def test_a_table_of_requests_shows_the_first_eight(count: int) -> None:
     assert shown == [*header, *map(str, itertools.chain(*rows))]
     caption = repr(manager) + "; 8 of them shown" * (count > 8)
     assert f">{caption}</caption>" in manager._repr_html_()
-
-
-def test_with_align_a_step_across_the_end_of_a_block_keeps_no_state_there() -> None:
-    """The block before the newest one holds the state that the step resumed from."""
-    state = StateSpec(block_size=4, cache_mode="align", **STATE)
-    manager, shape = running(small_plan({"s": state}), 3)
-    manager.step(shape, {"r": 4})
-    for lost in (lambda: manager.rewind({"r": 4}), lambda: manager.fork("r", ["s"], num_tokens=4)):
-        with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-            lost()
-    manager.step(shape, {"r": 1})
-    manager.step(shape, {"r": 2})  # resumes from the state after 8 tokens, and keeps it
-    manager.fork("r", ["s"], num_tokens=8)
-    manager.rewind({"r": 8})
-    assert manager.computed_tokens == {"r": 8, "s": 8}
 
 
 def test_work_by_row_is_that_by_name_until_rows_change_hands_and_then_it_is_read_by_name() -> None:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import HostMemory
-from jaxkv._src.blocks._swapping import HostLoads
-from jaxkv._src.offload import _host_pool, chunk_sizes
+from jaxkv._src.offload import _host_pool
 from jaxkv._src.offload._memory import block_bytes
 from jaxkv._src.planning import plan_cache
 from jaxkv.prefixes import BlocksStored, EventLog, block_keys
@@ -65,15 +64,6 @@ def test_what_was_used_last_is_kept(monkeypatch, sizes: tuple[int, ...]) -> None
             )
             if sizes == (1,):  # larger chunks leave as a whole
                 assert num_found >= min(host_blocks, sum(of for _, of in found)), (seed, found)
-
-
-def test_host_memory_gives_up_first_what_is_on_the_device_again(monkeypatch) -> None:
-    monkeypatch.setattr(_host_pool, "CHUNK_SIZES", (1,))
-    served = Recent(1, 8, host_blocks=3)
-    for number in (*range(11), 0, 11):  # the second last one makes room for what it loads
-        served.use(number)
-    assert [of for of in served.found() if of != (1, 1)] == [(0, 1)]
-    assert served.manager.offload_stats().loaded_blocks == 1
 
 
 def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
@@ -152,39 +142,6 @@ def run_to(served: Served, tokens, ends: list[int]) -> None:
     served.manager.finish("a")
 
 
-@pytest.mark.parametrize("first", [FULL, WINDOW])
-def test_no_more_tokens_are_shared_than_asked_for_whichever_memory_has_them(
-    first, monkeypatch
-) -> None:
-    """Also if a longer prefix is in device memory, and the blocks of a shorter one do not fit."""
-    rules = [HostMemory(num_bytes=1, min_tokens=n) for n in (1, 10**6)]
-    layers, seen = {"a": first, "s": STATE}, Counter[tuple[bool, bool]]()
-    for seed in range(20):
-        draw = random.Random(seed)
-        served, tokens = Served(layers, 40, host(100, layers), checkpoint_share=1.0), np.arange(32)
-        run_to(served, tokens, sorted(draw.sample(range(1, 32), 4)))
-        for fits in (False, True):
-            monkeypatch.setattr(HostLoads, "fits", lambda *_, fits=fits: fits)
-            ids = kept_on_device(served).tolist()
-            ids = draw.sample(ids, min(len(ids), draw.randint(1, 4)))
-            move_to_host(served, np.array(ids, np.int32))
-            most = draw.randint(0, 31)
-            here, found = (match(served, tokens, rule, most) for rule in reversed(rules))
-            is_longer = match(served, tokens, rules[1]).num_tokens > most
-            served.manager._offload._memory = rules[0]
-            asked = served.manager.find_prefix(tokens) if draw.random() < 0.5 else tokens
-            hit = served.manager.start("b", asked, max_cached_tokens=most)
-            served.step({})
-            served.manager.finish("b")
-            assert here.num_tokens <= found.num_tokens <= most
-            wanted = (found if fits else here).num_tokens
-            assert hit.num_cached_tokens == wanted, seed
-            assert hit.num_host_tokens == wanted - here.num_tokens
-            if found.num_host_tokens:
-                seen[is_longer, fits] += 1
-    assert len(seen) == 4, seen
-
-
 @pytest.mark.parametrize("is_swapped_out", [False, True])
 @pytest.mark.parametrize("layers", [{"a": FULL}, {"w": WINDOW}, {"a": FULL, "s": STATE}], ids=list)
 def test_events_say_that_device_memory_holds_what_was_loaded(layers, is_swapped_out: bool) -> None:
@@ -230,108 +187,6 @@ def test_every_prefix_with_states_is_found_as_before_once_all_lies_on_the_host(l
         assert [each.num_host_tokens for each in found] == before, seed
         seen |= {*before}
     assert len(seen) > 8, seen
-
-
-@pytest.mark.parametrize("block_bytes", [1, 2**20, 2**24 + 1, 2**26 + 1, 2**40])
-def test_a_block_of_any_size_can_be_a_chunk(block_bytes: int) -> None:
-    sizes = chunk_sizes(block_bytes)
-    assert sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
-    assert all(size * block_bytes <= 2**26 for size in sizes[:-1])
-
-
-def test_moves_after_lost_ones_begin_anew() -> None:
-    served = Served({"a": FULL}, 9, host(100, {"a": FULL}))
-    served.run("a", range(32))
-    served.run("b", range(100, 132))
-    served.manager.new_epoch()
-    served.start("c", range(5))
-    served.manager.step(served.shape, {"c": 5})  # its moves, which drop all chunks, get lost
-    served.manager.reset()
-    served.start("c", range(5))
-    transfers = served.step({"c": 5})
-    assert transfers is not None and transfers.is_anew
-
-
-def test_blocks_of_a_prefix_that_lost_one_on_the_host_are_free() -> None:
-    layers = {"a": FULL, "s": STATE}
-    seen = 0
-    for seed in range(5):
-        draw = random.Random(seed)
-        served = Served(layers, 14, host(draw.uniform(1, 6), layers), checkpoint_share=1.0)
-        pool, ids = served.manager.block_pool, np.arange(1, 14)
-        prompts = [100 * i + np.arange(draw.randint(2, 31)) for i in range(6)]
-        for name in range(60):
-            served.run(name, draw.choice(prompts)[: draw.choice([99, 99, 6, 11])])
-            is_kept = pool.read_only_until[ids] > 0
-            assert served.manager.block_use.evictable == np.count_nonzero(is_kept), (seed, name)
-            assert served.manager.num_free_blocks == ids.size
-        seen += served.manager.offload_stats().evicted_blocks
-    assert seen > 100
-
-
-class Evicted(Served):
-    """A prompt of four whole blocks in host memory, in a pool of 16."""
-
-    def __init__(self):
-        super().__init__({"a": FULL}, 17, host(100, {"a": FULL}))
-        self.run("a", range(17))
-        for number in (1, 2):
-            self.run("b", 100 * number + np.arange(32))
-
-    def take_all_but(self, num_free: int) -> None:
-        for filler in (1, 2):
-            self.manager.start(filler)
-            count = min(8, self.manager.num_free_blocks - num_free)
-            self.manager.grow({filler: 4 * count} if count else {})
-        assert self.manager.num_free_blocks == num_free
-
-
-@pytest.mark.parametrize("num_free", range(1, 9))
-def test_a_load_leaves_the_blocks_that_the_next_upload_copies(num_free: int) -> None:
-    served = Evicted()
-    manager = served.manager
-    served.start("x", range(1000, 1006))
-    served.step({"x": 6})
-    manager.fork("x", ["y"])
-    manager.grow({"x": 1, "y": 1})  # one of them gets a copy of the second block
-    copies = manager._state.copies
-    ((cell, new),) = copies.pending
-    first, other = ("x", "y") if cell.block_id in manager.block_ids("x")[0] else ("y", "x")
-    manager.finish(first)
-    assert manager.block_pool.references_of(np.array(cell.block_id)) == 0
-    served.take_all_but(num_free)
-    hit = served.start("c", range(17))
-    assert (hit.num_cached_tokens == 16) == (num_free >= 5), "four blocks next to the source"
-    assert cell.block_id not in manager.block_ids("c")[0]
-    assert new in manager.block_ids(other)[0] and copies.pending == [(cell, new)]
-
-
-@pytest.mark.parametrize("num_free", range(1, 5))
-@pytest.mark.parametrize("is_allocated", [True, False])
-def test_a_load_takes_no_blocks_for_what_is_on_the_device(
-    num_free: int, is_allocated: bool
-) -> None:
-    served = Evicted()
-    served.start("x", range(9))  # loads the first two blocks
-    served.step({"x": 1})
-    if not is_allocated:
-        served.manager.finish("x")  # they are free, and taken by what shares them
-    served.take_all_but(num_free)
-    hit = served.start("c", range(17))
-    found = (
-        16 if num_free >= (2 if is_allocated else 4) else min(8, 4 * num_free + 8 * is_allocated)
-    )
-    assert hit.num_cached_tokens == found
-
-
-def test_of_blocks_that_leave_together_those_that_were_used_last_are_kept(monkeypatch) -> None:
-    monkeypatch.setattr(_host_pool, "CHUNK_SIZES", (1,))
-    served = Recent(1, 8, host_blocks=2)
-    for number in range(8):
-        served.use(number)
-    served.start("last", range(1000, 1032))
-    served.manager.grow({"last": 32})  # takes all blocks but one
-    assert [have for have, _ in served.found()] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 class CheckedHostPool:
@@ -490,36 +345,3 @@ def test_a_load_brings_each_block_to_all_that_want_it() -> None:
 def test_a_block_on_the_host_has_the_bytes_of_the_worker_that_has_most() -> None:
     plan = plan_cache([{"a": FULL}, {"b": FULL, "c": FULL}], [2**20] * 2, max_model_len=32)
     assert block_bytes(plan) == (2 * FULL.page_bytes,)
-
-
-def test_used_bytes_are_those_of_chunks_and_of_blocks_to_store() -> None:
-    sizes = [4, 8, 32]
-    for seed in range(20):
-        draw, room = random.Random(seed), _host_pool.HostBlockPool(sizes, 5000, 10)
-        to_store: dict[int, int] = {}  # bytes of each block
-        chunks: dict[int, tuple[int, set[int]]] = {}  # their bytes, and their blocks of use
-        for _ in range(60):
-            alive = room.alive.tolist()
-            action = draw.choice(["take", "take", "release", "flush", "oldest"])
-            if action == "take" and room.used_bytes < 4000:
-                groups = [draw.randrange(3) for _ in range(draw.randint(1, 9))]
-                ids = room.take(np.array(groups)).tolist()
-                to_store |= {i: sizes[group] for i, group in zip(ids, groups, strict=True)}
-            elif action == "release" and alive:
-                gone = draw.choice(alive)
-                room.release([gone])
-                chunks = {n: (size, ids - {gone}) for n, (size, ids) in chunks.items()}
-            elif action == "flush":
-                made = room.flush(dict.fromkeys(to_store, 1), set())
-                numbers = dict(zip(alive, room.chunks(room.alive).tolist(), strict=True))
-                for number, group, ids in made:
-                    own = {i for i in alive if numbers[i] == number}
-                    assert {to_store[i] for i in own} == {sizes[group]} and len(own) == ids.size
-                    chunks[number] = sizes[group] * ids.size, own
-                to_store.clear()
-                room.settle()
-            elif action == "oldest" and (ids := room.oldest(frozenset())):
-                chunks = {n: of for n, of in chunks.items() if of[1] != {*ids}}
-            chunks = {n: of for n, of in chunks.items() if of[1]}
-            in_chunks = sum(size for size, _ in chunks.values())
-            assert room.used_bytes == in_chunks + sum(to_store.values())

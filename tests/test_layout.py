@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -36,7 +35,6 @@ from jaxkv._src.layout import (
     select_kernel_block_sizes,
 )
 from jaxkv._src.planning import Group, PoolLayout, make_groups, make_layout, plan_cache
-from jaxkv._src.pool import layer_view
 from jaxkv._src.pool._layer import _cut_to_layer
 from jaxkv._src.specs import (
     EncoderOnlySpec,
@@ -424,15 +422,6 @@ def test_tiles_give_kernels_with_heads_first_their_view() -> None:
     assert (moved.shape, moved.strides_bytes[0]) == ((3, 1, 65, 4 * 16 * 256), spec.page_bytes)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_tiles_move_nothing_where_rows_are_evenly_spaced_anyway(order) -> None:
-    spec, place = MLASpec(block_size=8, head_size=4), PagePlacement(3)
-    tiled, plain = PhysicalOrder(order, tile_tokens=4), PhysicalOrder(order)
-    for size in (4, 8):
-        of_tiles = tiled.view(spec, place, kernel_block_size=size)
-        assert of_tiles == plain.view(spec, place, kernel_block_size=size)
-
-
 @pytest.mark.parametrize("order", ["LBNHC", "LHBNC", "NHD"])
 @pytest.mark.parametrize("num_layers", [1, 36])
 def test_connectors_see_one_shape_whatever_the_kernels_want(order, num_layers) -> None:
@@ -453,54 +442,6 @@ def test_a_split_compressed_block_has_as_many_kernel_blocks_in_tensor_and_table(
     view = layout.buffers.view("a", 256)
     assert dict(zip(view.axes, view.shape, strict=True)) == {"B": 6, "N": 64, "H": 1, "C": 8}
     assert layout.blocks_per_kv_block == (view.blocks_per_kv_block,) == (2,)
-
-
-@pytest.mark.parametrize("size", [4, 8])
-def test_a_view_has_the_shape_and_dtype_that_kernels_are_given(size) -> None:
-    layers = {
-        "a": full(block_size=8, dtype="fp8"),
-        "b": MLASpec(block_size=8, head_size=8, compress_ratio=2),
-        "c": full(block_size=8, scale_bytes=4),
-    }
-    for layer, spec in layers.items():
-        plan = plan_cache({layer: spec}, 2**20, max_model_len=8, num_blocks_override=3)
-        cache = make_cache(plan, max_requests=1, kernel_block_sizes=[size])
-        array = jax.eval_shape(lambda cache, name=layer: layer_view(cache, name), cache)
-        view = PhysicalOrder("LBNHC").view(spec, PagePlacement(3), kernel_block_size=size)
-        assert cache.layout.buffers.view(layer, size) == view
-        axes = "BNHC" if view.key_elements else "BNC"  # only keys and values have heads
-        assert array.shape == tuple(view.shape[view.axes.index(axis)] for axis in axes)
-        assert array.dtype.name == view.dtype
-
-
-def test_an_axis_of_one_head_or_row_has_the_stride_of_an_array_without_gaps() -> None:
-    for axes in map("".join, itertools.permutations("BNHC")):
-        for shape in itertools.product((1, 2), repeat=4):
-            strides = (800, 400, 200, 100)  # with gaps
-            view = LayerView(
-                **{"axes": axes, "shape": shape, "strides_bytes": strides, "num_blocks": 1},
-                **{"dtype": "uint8", "offset_bytes": 0, "key_elements": None},
-            )
-            wanted = list(strides)
-            for i in (2, 1, 0):
-                if axes[i] in "HN" and shape[i] == 1:
-                    wanted[i] = shape[i + 1] * wanted[i + 1]
-            assert view.strides_bytes == tuple(wanted), (axes, shape)
-
-
-def test_a_padded_page_is_the_stride_of_its_blocks() -> None:
-    spec = full(block_size=4, page_bytes_padded=384)
-    view = PhysicalOrder("LBNHC").view(spec, PagePlacement(5, 3, layer=2))
-    assert view.strides_bytes[view.block_axis] == 384
-    assert view.offset_bytes == 2 * 5 * 384
-    assert view.key_elements == 8
-    packed = PhysicalOrder("BLNHC").view(spec, PagePlacement(5, 3, layer=2))
-    assert packed.strides_bytes[packed.block_axis] == 3 * 384
-    assert packed.offset_bytes == 2 * 384
-    # In a group of mixed pages a layer starts somewhere inside the page of its tensor.
-    shared = PagePlacement(5, page_bytes=1024, page_offset_bytes=384)
-    view = PhysicalOrder("LBNHC").view(spec, shared)
-    assert (view.strides_bytes[0], view.offset_bytes) == (1024, 384)
 
 
 def test_orders_say_what_lies_together() -> None:
@@ -625,14 +566,6 @@ def test_tensors_of_one_page_size_and_one_number_of_heads_are_stacked(order, sta
     assert again == buffers and hash(again) == hash(buffers)
 
 
-@pytest.mark.parametrize(
-    ("order", "shape"),
-    [("BLNHC", (5, 2, 256)), ("BLHNC", (5, 2, 256)), ("BHLNC", (5, 2, 2, 128))],
-)
-def test_orders_that_begin_with_the_block_have_one_buffer(order, shape) -> None:
-    assert buffers_of(POOLS["two groups"], order=order).shapes == (shape,)
-
-
 def test_a_pool_is_stacked_unless_the_slots_of_its_layers_pass_int32() -> None:
     layout = layout_of(by_name([full(), full()]))
     most = (2**31 - 1) // (2 * 16)
@@ -657,13 +590,6 @@ def test_a_pool_is_stacked_unless_the_slots_of_its_layers_pass_int32() -> None:
     assert buffers_of(layout_of({"a": state()}), 2**31 - 1).shapes == ((1, 2**31 - 1, 80),)
     with pytest.raises(ValueError, match="2,147,483,648 contiguous extents"):
         buffers_of(layout_of({"a": state()}), 2**31)
-
-
-def test_a_worker_has_buffers_for_its_own_layers() -> None:
-    groups = make_groups(HYBRID)
-    one, none = make_layout(groups, ["state"]), make_layout(groups, [])
-    assert buffers_of(one, kernel_block_sizes=[2, 4]).shapes == ((1, 5, 256),)
-    assert buffers_of(none).shapes == buffers_of(none, order="BLNHC").shapes == ()
 
 
 def test_blocks_are_stored_as_tiles_only_where_a_view_needs_them() -> None:
@@ -724,7 +650,6 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
 @pytest.mark.parametrize(
     ("layout", "options", "error", "message"),
     [
-        ("mixed", {"order": "NBC"}, ValueError, "order='NBC'; use one of"),
         (
             "two groups",
             {"order": "BLNHC", "stacked": False},
@@ -736,10 +661,8 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
         ("hybrid", {"order": "LHBNC"}, ValueError, "layers that share tensor 0 differ in them"),
         ("odd", {"order": "LHBNC"}, ValueError, "layer='a' in order='LHBNC': page_bytes=1540 and"),
         ("odd tiles", {"kernel_block_sizes": [2]}, ValueError, "layer='a' .* for each of 2 contig"),
-        ("mixed", {"kernel_block_sizes": 2}, TypeError, "kernel_block_sizes=2 must be a sequence"),
         ("mixed", {"kernel_block_sizes": [2, 2]}, ValueError, "has 2 entries; .* 1 groups"),
         ("mixed", {"kernel_block_sizes": [3]}, ValueError, r"kernel_block_sizes\[0\]: .*=3 does"),
-        ("mixed", {"kernel_block_sizes": [2.0]}, TypeError, r"kernel_block_sizes\[0\]: .*an int"),
         (
             "two groups",
             {"order": "LBHNC", "kernel_block_sizes": [2, 4]},
@@ -763,30 +686,7 @@ def test_buffers_that_cannot_be_are_refused_by_name(layout, options, error, mess
         buffers_of((POOLS | ODD_POOLS)[layout], **options)
 
 
-def test_pages_of_unlike_heads_in_other_tensors_have_no_common_buffer() -> None:
-    layers = {"a": full(**FOUR), "b": full(num_kv_heads=1, head_size=16, **FOUR)}
-    with pytest.raises(ValueError, match=r"one number of KV heads; this layout has \[1, 2\]"):
-        buffers_of(layout_of(layers), order="BHLNC")
-    assert len(buffers_of(layout_of(layers), order="LHBNC").shapes) == 2
-
-
 # --- bad input --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            (100, FLASH),
-            r"block_size=100 .*flash accepts 16 or 32 or 64.*multiple of 16 or 32 or 64",
-        ),
-        ((64, {}), "backends is empty"),
-        ((64, {"a": AcceptedSizes((32,)), "b": AcceptedSizes((16,))}), "change a backend"),
-    ],
-)
-def test_no_common_size_is_refused_by_name(arguments, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        select_kernel_block_size(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -794,29 +694,17 @@ def test_no_common_size_is_refused_by_name(arguments, message) -> None:
     [
         (lambda: AcceptedSizes(), ValueError, "accepts nothing"),
         (
-            lambda: AcceptedSizes(exact=64),
-            TypeError,
-            "exact must be a list, each entry a number of tokens; got",
-        ),
-        (lambda: AcceptedSizes(exact=(0,)), ValueError, r"exact\[0\] must be at least 1"),
-        (lambda: select_kernel_block_size(64, [64]), TypeError, "backends must map"),
-        (lambda: select_kernel_block_size(64, {"a": 64}), TypeError, r"backends\['a'\]"),
-        (
             lambda: select_kernel_block_size(6, ANY, compress_ratio=4),
             ValueError,
             "not a multiple of compress_ratio=4",
         ),
-        (lambda: select_kernel_block_sizes(QWEN, []), TypeError, "groups_or_specs must be a list"),
-        (lambda: select_kernel_block_sizes([], 1), TypeError, "backends_per_group must be a list"),
         (lambda: select_kernel_block_sizes([QWEN], []), ValueError, "has 0 entries for 1"),
-        (lambda: select_kernel_block_sizes([3], [ANY]), TypeError, r"groups_or_specs\[0\]=3"),
         (
             lambda: select_kernel_block_sizes([None, QWEN], [{}, {"a": AcceptedSizes((3,))}]),
             ValueError,
             "group 1: no kernel block size",
         ),
         (lambda: blocks_per_kv_block(EncoderOnlySpec(), 4), TypeError, "keeps no cache"),
-        (lambda: rows_per_block(EncoderOnlySpec()), TypeError, "keeps no cache"),
         (lambda: blocks_per_kv_block(QWEN, 48), ValueError, "does not divide block_size=128"),
         (
             lambda: blocks_per_kv_block(MLASpec(block_size=8, head_size=1, compress_ratio=4), 2),
@@ -837,9 +725,7 @@ TILED = {"tile_tokens": 64}
 @pytest.mark.parametrize(
     ("order", "place", "size", "message"),
     [
-        ({"order": "LBNCH"}, {}, None, "order='LBNCH'; use one of 'LBNHC'"),
         ({}, {"layer": 2, "num_layers": 2}, None, "layer=2 is not one of num_layers=2"),
-        ({}, {"num_blocks": 0}, None, "num_blocks must be at least 1"),
         ({}, {"page_bytes": 64}, None, "page_bytes=64 cannot hold 524288 bytes"),
         (
             {},
@@ -850,22 +736,13 @@ TILED = {"tile_tokens": 64}
         ({}, {"page_bytes": 524289}, None, "page_bytes=524289 and .* multiples of 2 bytes"),
         ({}, {"page_bytes": 2**20, "page_offset_bytes": 3}, None, "page_offset_bytes=3 must be"),
         ({"order": "LHBNC"}, {"page_bytes": 524290}, None, "multiples of 16 bytes"),
-        (
-            {"order": "LHBNC"},
-            {"page_bytes": 2**20, "page_offset_bytes": 2},
-            None,
-            "divides a page among",
-        ),
         ({}, {"page_bytes": 2**20, "num_layers": 2}, 64, "because padding would lie between"),
         ({"order": "LBHNC"}, {}, 64, "the other of 8 heads would lie between"),
         ({"order": "BHLNC"}, {"num_layers": 2}, 64, "2 layers and the other of 8 heads"),
         ({"order": "HND"}, {}, 64, "make the cache with kernel_block_sizes of 64"),
-        ({"order": "HND", "tile_tokens": 0}, {}, None, "tile_tokens must be at least 1"),
         ({"tile_tokens": 48}, {}, None, "tile_tokens=48 does not divide block_size=128"),
         ({"order": "HND", **TILED}, {}, None, "HNC cannot be read as 1 kernel blocks of 128"),
         ({"order": "HND", **TILED}, {}, 32, "its tiles are of 64: use that"),
-        ({"order": "HND", **TILED}, {"page_bytes": 524290}, None, "each of 2 .* of 4 bytes"),
-        ({"order": "BHLNC", **TILED}, {"page_bytes": 524296}, 64, "multiples of 32 bytes"),
         (
             {"order": "HND", **TILED},
             {"page_bytes": 2**20, "page_offset_bytes": 1},
@@ -878,35 +755,3 @@ def test_views_that_do_not_exist_are_refused_by_name(order, place, size, message
     with pytest.raises(ValueError, match=message):
         physical = PhysicalOrder(**{"order": "LBNHC"} | order)
         physical.view(QWEN, PagePlacement(**{"num_blocks": 2} | place), kernel_block_size=size)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"axes": "BNN"}, "axes='BNN' must name B and N"),
-        ({"axes": "BHC"}, "axes='BHC' must name B and N"),
-        ({"axes": "BNL"}, "axes='BNL' must name B and N"),
-        ({"strides_bytes": (8, 2)}, "one entry per axis"),
-        ({"shape": (5, 4, 1)}, "counts 5 blocks on axis 0, not a multiple of num_blocks=2"),
-        ({"shape": (0, 4, 1)}, r"shape\[0\] must be at least 1, got 0"),
-        ({"shape": (4, 4, 0)}, r"shape\[2\] must be at least 1, got 0"),
-        ({"num_blocks": 0}, "num_blocks must be at least 1"),
-        ({"offset_bytes": -1}, "offset_bytes must be at least 0"),
-    ],
-)
-def test_descriptions_that_cannot_be_are_refused_by_name(changes, message) -> None:
-    good = LayerView(
-        axes="BNC",
-        shape=(4, 4, 1),
-        strides_bytes=(8, 2, 2),
-        dtype="bfloat16",
-        num_blocks=2,
-        offset_bytes=0,
-        key_elements=None,
-    )
-    assert good.whole_blocks().shape == (2, 8, 1)
-    gaps = dataclasses.replace(good, strides_bytes=(16, 2, 2))
-    with pytest.raises(ValueError, match="whole blocks would have no common stride"):
-        gaps.whole_blocks()
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(good, **changes)

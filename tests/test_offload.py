@@ -5,8 +5,6 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +21,7 @@ from jaxkv import (
     StateSpec,
     StepShape,
 )
-from jaxkv._src.blocks._caching import CachedPrompts
-from jaxkv._src.offload import HostBlockPool, OffloadManager, _host_pool, _manager
-from jaxkv._src.scheduler import Schedule
-from jaxkv._src.scheduler._admission import Admission
+from jaxkv._src.offload import HostBlockPool, _host_pool
 from jaxkv.blocks import Chunk, OffloadStats, Transfers
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
 from tests.layer_examples import plan_of
@@ -68,10 +63,6 @@ def test_simulations_that_found_a_fault(seed: int, calls: str) -> None:
 def test_a_block_that_was_taken_is_not_loaded_after_a_copy_of_it_was_dropped() -> None:
     """Found by a simulation whose kind is drawn, and that has host memory by chance."""
     run_simulation(41024000082)
-
-
-def len_or_none(tokens: np.ndarray | None) -> str:
-    return str(tokens if tokens is None else len(tokens))
 
 
 class Served:
@@ -183,38 +174,6 @@ def test_a_block_that_was_loaded_is_not_stored_again() -> None:
     assert stats.stored_blocks == 16 and stats.loaded_blocks > 16, stats
 
 
-def test_a_prefix_that_was_computed_anew_is_kept_in_device_memory_again() -> None:
-    layers = {"a": FULL, "s": STATE}
-    served = Served(layers, 13, host(100, layers, min_tokens=18), checkpoint_share=1.0)
-    served.run("a", prompt(1, 18))
-    for name in "bc":
-        served.run(name, prompt(ord(name), 32))
-    assert served.run("d", prompt(1, 18)).reasons == ("on_host", "on_host")
-    hit = served.start("e", prompt(1, 18))
-    assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 0)
-
-
-def test_a_state_that_was_computed_anew_takes_the_place_of_that_on_the_host() -> None:
-    layers, tokens = {"a": FULL, "s": STATE}, prompt(1, 20)
-    served = Served(layers, 20, host(100, layers), checkpoint_share=1.0)
-    served.manager.start("a", tokens, boundaries=[17])
-    for count in (17, 2):  # both ends lie in one block
-        served.step({"a": count})
-    served.manager.finish("a")
-    for number in range(2, 8):
-        served.run(number, prompt(number, 32))
-    served.manager.start("b", tokens, boundaries=[17], max_cached_tokens=0)
-    served.step({"b": 17})
-    upload = served.manager.step(served.shape, {"b": 1})
-    served.manager.take_transfers()
-    assert upload.parts()["copy_sources"].size == 1  # of the state after 17 tokens
-    served.manager.rewind({"b": 18})
-    hit = served.start("c", tokens)
-    assert hit.num_cached_tokens == 19
-    transfers = served.step({"c": 1})
-    assert transfers is not None and {chunk.group for chunk in transfers.loads} == {0, 1}
-
-
 def test_a_load_that_is_not_worth_it_is_not_made() -> None:
     layers = {"a": FULL}
     size = plan_of(layers, 9, 32).layouts[0].bytes_per_block
@@ -246,75 +205,6 @@ def test_prompts_of_any_length_come_back_from_the_host(layers) -> None:
             served.run(number, prompt(number, 32))
         hit = served.start("b", prompt(1, size + 1))
         assert (hit.num_cached_tokens, hit.num_host_tokens) == (size, size)
-
-
-def test_a_state_is_loaded_with_its_keys() -> None:
-    served = hybrid()
-    hit = served.start("d", prompt(1, 18))
-    assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 17)
-    transfers = served.step({"d": 1})
-    assert transfers is not None and {chunk.group for chunk in transfers.loads} == {0, 1}
-
-
-def test_a_block_that_was_written_on_is_stored_again() -> None:
-    served = hybrid()
-    served.start("d", prompt(1, 24))
-    served.step({"d": 6})
-    served.step({"d": 1})
-    (_, *_, end, _), _ = served.manager.block_ids("d")  # that of tokens 16 to 19
-    served.manager.finish("d")
-    before = len(served.transfers)
-    served.run("e", prompt(4, 32))
-    served.run("f", prompt(5, 32))
-    assert end in stored_by(served.transfers[before:])
-
-
-def test_a_block_of_a_dropped_prefix_that_was_written_on_is_stored_again() -> None:
-    served = hybrid()
-    prefixes, tokens = served.manager._prefixes, prompt(1, 18)
-    tokens[-1] = 7
-    served.start("d", tokens)
-    end = served.manager.block_ids("d")[0][-1]  # of tokens 16 and 17 of the first prompt
-    (dropped,) = [each for each in prefixes._tree._of_block[end] if each.position == 18]
-    assert prefixes._offload is not None
-    prefixes._offload.let_go(prefixes._tree.drop_checkpoint(dropped))  # its state lay on the host
-    served.step({"d": 1})
-    assert served.manager.block_ids("d")[0][-1] == end
-    served.manager.finish("d")
-    before = len(served.transfers)
-    served.run("e", prompt(4, 32))
-    served.run("f", prompt(5, 32))
-    assert end in stored_by(served.transfers[before:])
-
-
-def stores_late(offload: OffloadManager, flush: Callable[[OffloadManager], None]) -> None:
-    """Lets stores follow the loads and the step that they belong before."""
-    late = offload.__dict__.setdefault("late", [])
-    flush(offload)
-    if offload._flushed is not None:
-        late.append(offload._flushed.stores)
-        stores = late.pop(0) if len(late) > 1 else ()
-        offload._flushed = dataclasses.replace(offload._flushed, stores=stores)
-
-
-def seals_late(kept: CachedPrompts, after_step: Callable, rows: np.ndarray) -> None:
-    """Lets the moves before a step include states that only the step will write."""
-    with mock.patch.object(OffloadManager, "flush"):
-        after_step(kept, rows)
-    if kept._offload is not None:
-        kept._offload.flush()
-
-
-@pytest.mark.parametrize(
-    ("where", "method", "wrong"),
-    [(OffloadManager, "flush", stores_late), (CachedPrompts, "after_step", seals_late)],
-)
-def test_copies_in_a_wrong_order_are_found(where, method: str, wrong, monkeypatch) -> None:
-    right = getattr(where, method)
-    monkeypatch.setattr(where, method, lambda self, *args: wrong(self, right, *args))
-    with pytest.raises(AssertionError, match="simulation"):
-        for seed in range(20):
-            run_simulation(seed, "one state", offload=True)
 
 
 # --- loads next to steps ----------------------------------------------------------------
@@ -381,80 +271,6 @@ def test_loads_are_spread_over_steps() -> None:
     assert sum(counts) + len(loaded_by(served.step({"b": 1}))) == 8
 
 
-@pytest.mark.parametrize("blocks", [0.5, 4, 4.5, 8])
-def test_as_many_bytes_of_loads_are_ahead_as_a_step_hides(blocks: float) -> None:
-    served = beside()
-    offload = served.manager._offload
-    assert offload is not None
-    block = offload.pool.block_bytes.item(0)
-    offload.lookahead_bytes = int(blocks * block)
-    for number, name in ((1, "c"), (2, "d")):
-        served.start(name, prompt(number, 17))
-    transfers = served.step({"b": 1})
-    sizes = [chunk.block_ids.size * block for chunk in (*offload._lookahead, *offload._later)]
-    most = [at for at in range(1, 1 + len(sizes)) if sum(sizes[:at]) <= offload.lookahead_bytes]
-    assert transfers is not None and len(transfers.lookahead) == max([1, *most]) and len(sizes) > 1
-
-
-@pytest.mark.parametrize("are_ahead", [False, True])
-def test_blocks_that_others_took_meanwhile_are_not_loaded(are_ahead: bool) -> None:
-    served = beside()
-    served.start("c", prompt(1, 17))
-    if are_ahead:
-        served.step({"b": 1})
-    mine = served.manager.block_ids("c")[0][:4]
-    served.manager.finish("c")
-    served.manager.reset_prefixes()
-    served.manager.start("d")
-    transfers = [served.step({"d": 31}), served.step({"d": 1})]
-    assert {*mine} <= {*served.manager.block_ids("d")[0]}
-    assert not any(map(loaded_by, transfers))
-
-
-def test_a_block_is_stored_that_took_the_place_of_a_load() -> None:
-    served = beside()
-    for name in "def":
-        served.manager.start(name)
-    served.step({"d": 32, "e": 8, "f": 16})  # all blocks
-    served.manager.finish("f")
-    served.start("c", prompt(1, 17))  # takes its four
-    served.manager.finish("c")
-    served.start("g", prompt(7))
-    assert served.step({"g": 16}) is None
-    for name in "deg":
-        served.manager.finish(name)
-    for number in (8, 9):
-        served.run(number, prompt(number, 32))
-    assert served.manager.find_prefix(prompt(7, 17)).num_cached_tokens == 16
-
-
-def test_host_memory_keeps_what_is_still_to_be_loaded() -> None:
-    served = beside(blocks=8)
-    served.start("c", prompt(2, 17))
-    first = served.step({"b": 1})
-    assert first is not None and first.lookahead
-    served.manager.start("d")
-    served.manager.grow({"d": 32})  # evicts others, for which host memory has no other room
-    served.manager.new_epoch()
-    stats = served.manager.offload_stats()
-    assert stats is not None and stats.used_bytes and stats.skipped_blocks
-    later = served.step({"d": 32})
-    assert later is not None and len(loaded_by(later)) == 2  # the others were still here
-    assert {*first.lookahead} <= {*later.dropped}
-
-
-def test_a_reset_forgets_loads() -> None:
-    served = beside()
-    served.start("c", prompt(1, 17))
-    served.step({"b": 1})
-    served.start("d", prompt(2, 17))
-    served.manager.reset()
-    transfers = served.step({})
-    assert (
-        transfers is not None and transfers.is_anew and not (transfers.loads or transfers.lookahead)
-    )
-
-
 @pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
 def test_a_request_waits_for_its_loads_while_others_have_work(order) -> None:
     layers, tokens = {"a": FULL}, {n: list(prompt(n, 17)) for n in range(1, 7)}
@@ -502,7 +318,7 @@ def swapped(tokens, **options) -> Served:
     return served
 
 
-@pytest.mark.parametrize("tokens", [None, prompt(1, 18), prompt(1, 30)], ids=len_or_none)
+@pytest.mark.parametrize("tokens", [None, prompt(1, 18), prompt(1, 30)])
 def test_a_parked_request_goes_on_after_its_last_token(tokens) -> None:
     served = swapped(tokens)
     assert served.manager.num_swapped_tokens("a") == 18
@@ -559,55 +375,6 @@ def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
             served.manager.swap_in("a")
 
 
-def test_a_sample_copies_the_state_that_it_shares_with_a_parked_request() -> None:
-    layers = {"a": FULL, "s": STATE}
-    served = Served(layers, 30, host(100, layers))
-    served.manager.start("a")
-    served.step({"a": 8})
-    served.manager.fork("a", ["b"])
-    shared = served.manager.block_ids("a")[1]
-    assert served.manager.swap_out("a")
-    upload = served.manager.step(served.shape, {"b": 1})
-    assert upload.parts()["copy_sources"].tolist() == [*shared]
-    served.manager.take_transfers()
-    served.manager.swap_in("a")
-    assert served.manager.block_ids("a")[1] == shared != served.manager.block_ids("b")[1]
-
-
-def test_blocks_that_are_taken_together_with_those_of_their_copies_are_not_loaded() -> None:
-    manager = swapped(None).manager
-    manager.swap_in("a")
-    manager.fork("a", ["b"])
-    manager.grow({"b": 1})
-    assert manager.pending_copies_by_row.any() and manager.is_loading("a")
-    manager.finish("a")
-    manager.finish("b")
-    taken = manager.block_pool.allocate(manager.num_free_blocks)
-    assert not manager._offload.await_loads(taken)
-
-
-@pytest.mark.parametrize("is_dropped", [True, False])
-def test_blocks_that_are_taken_before_their_copies_end_are_loaded_for_these(is_dropped) -> None:
-    served = swapped(None)
-    manager = served.manager
-    assert manager._offload is not None
-    manager.swap_in("a")
-    manager.fork("a", ["b"])
-    manager.grow({"b": 1})
-    manager.finish("a")
-    for name in "cd":  # which take the blocks that the copies are of, and others
-        manager.start(name)
-        manager.grow({name: 16})
-    taken = [i for name in "cd" for ids in manager.block_ids(name) for i in ids]
-    assert manager._offload.await_loads(np.array(taken))
-    if is_dropped:
-        manager.finish("b")
-    transfers = [served.step(work) for work in ({"c": 16}, {"d": 16}, {"c": 1}, {"d": 1})]
-    loads = [chunk for some in transfers if some is not None for chunk in some.loads]
-    loaded = {i for chunk in loads for i in chunk.block_ids.tolist()}
-    assert loaded.isdisjoint(taken) == is_dropped
-
-
 def test_a_refused_call_leaves_what_is_parked() -> None:
     manager = swapped(prompt(1, 18)).manager
     for name in "bcd":
@@ -655,52 +422,6 @@ def test_only_what_can_be_parked_is() -> None:
         served.manager.swap_out("a")
 
 
-@pytest.mark.parametrize("are_ahead", [False, True])
-def test_blocks_that_are_not_loaded_yet_are_not_stored(are_ahead: bool) -> None:
-    served = Served({"a": FULL}, 10, host(100, {"a": FULL}))
-    served.manager.start("d")
-    served.step({"d": 1})
-    served.manager.start("a")
-    served.step({"a": 18})
-    served.manager.swap_out("a")
-    served.manager.start("b")
-    served.step({"b": 32})
-    served.manager.finish("b")
-    assert served.manager.swap_in("a").num_host_tokens == 18
-    if are_ahead:
-        assert getattr(served.step({"d": 1}), "lookahead", None)
-    assert served.manager.swap_out("a")  # before the step that loads its blocks
-    served.manager.start("c")
-    served.manager.grow({"c": 32})
-    assert served.manager.num_swapped_tokens("a") == 0
-    transfers = served.step({"c": 32})
-    assert transfers is None or not transfers.stores
-
-
-def test_a_block_that_the_next_upload_copies_is_not_parked() -> None:
-    served = Served({"a": FULL}, 20, host(100, {"a": FULL}))
-    served.manager.start("a")
-    served.step({"a": 18})
-    served.manager.fork("a", ["b"])
-    served.manager.grow({"a": 1, "b": 1})
-    swapped = [served.manager.swap_out(name) for name in "ab"]
-    assert sum(swapped) == 1  # the other one waits for its copy
-
-
-def test_parked_forks_keep_the_state_that_they_share() -> None:
-    served = Served({"a": FULL, "s": STATE}, 30, host(100, ALL))
-    served.manager.start("a")
-    served.step({"a": 16})
-    served.manager.fork("a", ["b", "c"])
-    assert served.manager.swap_out("b") and served.manager.swap_out("c")
-    served.manager.finish("a")
-    served.manager.swap_in("b")
-    assert served.manager.may_copy_by_row[served.manager.requests["b"]]
-    upload = served.manager.step(served.shape, {"b": 1})
-    assert upload.parts()["copy_sources"].size == 1
-    assert served.manager.swap_in("c").num_cached_tokens == 16
-
-
 def test_a_request_that_is_resumed_brings_no_more_states_than_are_kept() -> None:
     layers = {"a": FULL, "s": STATE}
     served = Served(layers, 20, host(100, layers), checkpoint_share=0.16)
@@ -712,18 +433,6 @@ def test_a_request_that_is_resumed_brings_no_more_states_than_are_kept() -> None
     kept = served.manager.prefix_stats().checkpoint_blocks
     assert served.manager.swap_in("a").num_host_tokens == 16
     assert 0 < served.manager.prefix_stats().checkpoint_blocks <= kept == 3
-
-
-def test_a_request_is_resumed_whose_tokens_are_known_in_part() -> None:
-    served = Served({"a": FULL}, 20, host(100, {"a": FULL}), events=EventLog())
-    served.start("a", prompt(1, 5))
-    served.step({"a": 18})
-    served.manager.fork("a", ["b"])
-    served.manager.finish("a", prompt(4, 13))
-    assert served.manager.swap_out("b")
-    for number in range(5, 8):
-        served.run(number, prompt(number, 32))
-    assert served.manager.swap_in("b").num_host_tokens == 18
 
 
 def test_prefixes_do_not_push_parked_requests_out_of_host_memory() -> None:
@@ -796,92 +505,6 @@ def test_a_preempted_request_goes_on_once_its_blocks_are_free(size: int) -> None
     assert seen == {True, False}
 
 
-def test_a_request_that_waits_for_loads_goes_on_once_it_is_alone(monkeypatch) -> None:
-    monkeypatch.setattr(_host_pool, "CHUNK_SIZES", (1,))
-    layers, tokens = {"a": FULL}, {name: list(prompt(1 + name % 2, 29)) for name in range(3)}
-    tokens["short"] = list(prompt(3, 3))
-    manager = BlockManager(plan_of(layers, 12, 32), max_requests=4, host_memory=host(100, layers))
-    manager._offload.lookahead_bytes = 1  # pyrefly: ignore
-    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
-
-    def step() -> Mapping:
-        schedule = scheduler.schedule()
-        manager.step(scheduler.shape(extra=0), schedule.work)
-        manager.take_transfers()
-        return schedule.work
-
-    for name in range(2):
-        scheduler.add(name, 29)
-        assert step() == {name: 29}
-        scheduler.finish(name)
-    scheduler.add("short", 3)
-    step()
-    tokens["short"].append(1)
-    scheduler.append({"short": 1})
-    scheduler.add(2, 29)
-    for _ in range(2):
-        assert step() == {"short": 1} and 2 in scheduler.running
-        tokens["short"].append(1)
-        scheduler.append({"short": 1})
-    scheduler.finish("short")
-    assert manager.is_loading(2)
-    assert step() == {2: 1}
-
-
-def test_a_prompt_whose_prefix_cannot_be_loaded_is_computed_as_a_whole(monkeypatch) -> None:
-    """Although the room for it was an estimate, and it was to start with the prefix."""
-    monkeypatch.setattr(Admission, "_fits_budget", lambda *options: True)
-    layers, tokens = {"a": FULL}, {name: list(prompt(name, 17)) for name in range(1, 4)}
-    for chunk, begins in ((None, {}), (12, {"a": 12})):  # 3 blocks are free for "a"
-        manager = BlockManager(
-            plan_of(layers, 9, 32), max_requests=2, host_memory=host(100, layers)
-        )
-        scheduler = Scheduler(manager, max_tokens=32, tokens=tokens, chunk_tokens=chunk)
-
-        def step(manager=manager, scheduler=scheduler) -> Schedule:
-            schedule = scheduler.schedule()
-            manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
-            manager.take_transfers()
-            return schedule
-
-        for name in range(1, 4):
-            scheduler.add(name, 17)
-            while name not in step().samples:
-                pass
-            if name < 3:
-                scheduler.finish(name)
-        tokens["a"] = list(prompt(1, 17))
-        scheduler.add("a", 17)
-        assert manager.find_prefix(tokens["a"]).num_cached_tokens == 16
-        assert step().work == begins
-        scheduler.finish(3)
-        if chunk is None:
-            assert scheduler.waiting == ("a",)
-            schedule = step()
-            assert schedule.hits["a"].num_cached_tokens == 16
-            assert schedule.work == {"a": 1} and schedule.samples == {"a": 0}
-
-
-def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> None:
-    layers = {"a": FULL, "w": WINDOW}
-    manager = BlockManager(plan_of(layers, 40, 32), max_requests=4, host_memory=host(100, layers))
-    scheduler = Scheduler(manager, max_tokens=32)
-    scheduler.add("a", 4)
-    scheduler.add("b", 4)
-    for _ in range(8):
-        manager.step(scheduler.shape(), scheduler.schedule().work)
-        scheduler.append({"a": 1, "b": 1})
-    scheduler._chooser.preempt(scheduler._queues.by_name["a"])
-    assert manager.num_swapped_tokens("a") == 11
-    with pytest.raises(ValueError, match="'b' no longer holds a block"):
-        scheduler.rewind({"a": 6, "b": 4})
-    assert manager.num_swapped_tokens("a") == 11
-    scheduler.rewind({"a": 6})
-    assert not manager.num_swapped_tokens("a")
-    scheduler.finish("b")
-    assert sum(scheduler.schedule().work.values()) <= 6
-
-
 def test_nothing_leaks() -> None:
     """Ten thousand requests in the long profile, which preempt each other."""
     count, draw, tokens = 10_000 if IS_LONG else 100, random.Random(5), {}
@@ -941,38 +564,8 @@ def test_events_say_which_blocks_host_memory_holds() -> None:
     assert set(stored.block_keys) <= {key for event in gone for key in event.block_keys}
 
 
-def test_events_of_a_load_name_no_block_that_the_prompt_shares_a_part_of() -> None:
-    """The first tokens of a block go on as others of a prompt, and as others of a later one."""
-    log, layers = EventLog(), {"a": FULL, "s": STATE}
-    served = Served(layers, 14, host(100, layers), events=log, checkpoint_share=1.0)
-    served.run("a", prompt(1, 6))
-    assert served.run("b", [*prompt(1, 6), *prompt(2, 6)]).num_cached_tokens == 6
-    for number in (3, 4):
-        served.run(number, prompt(number, 32))
-    log.take()
-    assert served.start("c", [*prompt(1, 6), *prompt(5, 6)]).num_host_tokens == 6
-    batch = log.take()
-    stored = [e for e in batch.events if isinstance(e, BlocksStored)] if batch else []
-    assert [e.medium for e in stored] == ["CPU"]
-
-
 def stored_by(transfers: list[Transfers]) -> list[int]:
     return [i for each in transfers for chunk in each.stores for i in chunk.block_ids.tolist()]
-
-
-def test_a_block_is_stored_for_a_load_although_its_prefix_is_forgotten() -> None:
-    layers = {"a": FULL}
-    served = Served(layers, 9, host(100, layers))
-    served.run("a", prompt(1, 17))
-    served.start("b", prompt(2, 32))
-    served.manager.grow({"b": 32})  # evicts what "a" computed
-    served.manager.finish("b")
-    assert served.start("c", prompt(1, 17)).num_host_tokens == 16
-    served.manager.new_epoch()
-    transfers = served.step({"c": 1})
-    assert transfers is not None
-    numbers = [[chunk.number for chunk in chunks] for chunks in (transfers.stores, transfers.loads)]
-    assert sorted(numbers[0]) == sorted(numbers[1]) == sorted(transfers.dropped)
 
 
 def test_blocks_that_are_to_be_stored_keep_their_room() -> None:
@@ -1095,63 +688,15 @@ def test_a_new_epoch_empties_host_memory() -> None:
     assert stats is not None and stats.used_bytes == 0
 
 
-def test_a_reset_manager_begins_with_empty_host_memory() -> None:
-    layers = {"a": FULL}
-    served = Served(layers, 9, host(100, layers))
-    served.run("a", prompt(1, 32))
-    served.run("b", prompt(2, 32))
-    served.manager.reset()
-    assert served.start("c", prompt(1, 32)).num_cached_tokens == 0
-    transfers = served.step({"c": 1})
-    assert transfers is not None and transfers.is_anew and not transfers.stores
-
-
-WRONG_MEMORY = {
-    "a number": (100, TypeError, "host_memory must be a HostMemory, got int"),
-    "less than a block": (
-        {"num_bytes": 63},
-        ValueError,
-        "num_bytes=63 holds no block; .* 64 bytes",
-    ),
-    "too much": (
-        {"num_bytes": 2**80},
-        ValueError,
-        "more blocks than int32 counts; give it at most",
-    ),
-    "nothing": ({"num_bytes": 0}, ValueError, "num_bytes must be at least 1, got 0"),
-    "gigabytes": ({"num_bytes": 64e9}, TypeError, "num_bytes must be an int, got 64000000000.0"),
-    "a part of a token": (
-        lambda: HostMemory(num_bytes=1).is_worth_it(64.5, 1),
-        TypeError,
-        "num_tokens must be an int",
-    ),
-    "an encoder": (
-        lambda: BlockManager(
-            plan_of({"a": FULL, "b": CROSS}, 99, 32, limits=Limits(max_encoder_tokens=4)),
-            max_requests=1,
-            host_memory=HostMemory(num_bytes=999),
-        ),
-        ValueError,
-        "host_memory=: a plan that stores encoder tokens keeps no blocks; leave it out",
-    ),
-    "no tokens": ({"num_bytes": 1, "min_tokens": 0}, ValueError, "min_tokens must be at least 1"),
-}
-
-
-def test_the_most_memory_that_a_refusal_names_is_taken() -> None:
-    with pytest.raises(ValueError, match="give it at most") as refusal:
-        _manager._check_size(2**80, 64, 9)
-    most = int(str(refusal.value).split()[-1])
-    _manager._check_size(most, 64, 9)
-    with pytest.raises(ValueError, match="more blocks than int32 counts"):
-        _manager._check_size(most + 64, 64, 9)
-
-
-@pytest.mark.parametrize("what", WRONG_MEMORY)
-def test_wrong_host_memory_is_refused(what: str) -> None:
-    given, error, message = WRONG_MEMORY[what]
-    plan = plan_of({"a": FULL}, 9, 32)
-    with pytest.raises(error, match=message):
-        memory = HostMemory(**given) if isinstance(given, dict) else given
-        memory = memory() if callable(memory) else memory
-        BlockManager(plan, max_requests=1, host_memory=memory)
+@pytest.mark.parametrize(
+    ("layers", "num_bytes", "message"),
+    [
+        ({"a": FULL}, 63, "num_bytes=63 holds no block; .* 64 bytes"),
+        ({"a": FULL}, 2**80, "more blocks than int32 counts; give it at most"),
+        ({"a": FULL, "b": CROSS}, 999, "a plan that stores encoder tokens keeps no blocks"),
+    ],
+)
+def test_host_memory_that_does_not_suit_the_plan_is_refused(layers, num_bytes, message) -> None:
+    plan = plan_of(layers, 99, 32, limits=Limits(max_encoder_tokens=4))
+    with pytest.raises(ValueError, match=message):
+        BlockManager(plan, max_requests=1, host_memory=HostMemory(num_bytes=num_bytes))

@@ -18,7 +18,6 @@ from matplotlib.text import Text
 
 import jaxkv
 from jaxkv import plotting
-from jaxkv._src.blocks import BlockUse
 from jaxkv._src.hf_config import encoder_len
 from jaxkv._src.internal.html import group_colour, text_colour
 from jaxkv._src.layout import PhysicalOrder
@@ -89,17 +88,9 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "use": lambda: plotting.plot_block_use(served()[4], preemptions=[2, 4]),
     "tables": lambda: plotting.plot_block_tables(served()[1], batch=served()[2]),
     "lengths": lambda: plotting.plot_length_against_requests(PLANS),
-    "one length": lambda: plotting.plot_length_against_requests(SMALL),
     "page": lambda: plotting.plot_page(LOW, kernel_block_size=4, block_id=3),
-    "padded page": lambda: plotting.plot_page(
-        jaxkv.MLASpec(block_size=64, head_size=576, page_bytes_padded=80_000)
-    ),
     "state": lambda: plotting.plot_page(PLANS["qwen3-next-80b-a3b"].groups[0].specs[0]),
-    "long page": lambda: plotting.plot_page(
-        PLANS["qwen3-next-80b-a3b"].groups[3].specs[0], kernel_block_size=4
-    ),
     "orders": plotting.plot_orders,
-    "tiles": lambda: plotting.plot_orders([PhysicalOrder("LBHNC", tile_tokens=2)]),
     **{f"layout {n}": functools.partial(plotting.plot_layout, p.layout) for n, p in PLANS.items()},
     **{f"memory {n}": functools.partial(plotting.plot_memory, p) for n, p in PLANS.items()},
     **{f"short {n}": functools.partial(plotting.plot_memory, p, 100) for n, p in PLANS.items()},
@@ -200,21 +191,6 @@ def test_every_layer_is_drawn_on_its_own_bytes(name: str) -> None:
     assert bool(shared) == bool(layout.shared)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_parts_of_the_memory_are_all_of_it(name: str) -> None:
-    plan = PLANS[name]
-    figure = plotting.plot_memory(plan, 100)
-    (ax,) = figure.axes
-    size = {"GiB": 2**30, "MiB": 2**20}[ax.get_xlabel().split()[-1]]
-    whole = [bar for bar in ax.patches if bar.get_hatch()]
-    ends = [bar.get_x() + bar.get_width() for bar in whole]
-    assert [bar.get_x() for bar in whole] == pytest.approx([0, *ends[:-1]])
-    assert ends[-1] * size == pytest.approx(plan.memory_bytes[0])
-    labels = [text.get_text() for text in ax.get_yticklabels()]
-    assert labels[: len(plan.groups)] == [f"group {i}: {g}" for i, g in enumerate(plan.groups)]
-    assert title_of(figure).startswith(f"{plan.requests_that_fit(100):,} requests of 100 tokens")
-
-
 def test_a_curve_goes_through_what_its_plan_counts_to_its_longest_request() -> None:
     figure = plotting.plot_length_against_requests(PLANS)
     (ax,) = figure.axes
@@ -226,25 +202,6 @@ def test_a_curve_goes_through_what_its_plan_counts_to_its_longest_request() -> N
         assert lengths[-1] == PLANS[name].max_model_len and len(lengths) > 30
         assert text == f"{counts[-1]:,} x {lengths[-1]:,}"
     assert title_of(figure).endswith(" in 40.00 GiB")
-
-
-def test_orders_agree_with_numpy_and_count_extents() -> None:
-    extents = {"LBNHC": (1, 2), "LBHNC": (1, 2), "LHBNC": (2, 4)}
-    extents |= {"BLNHC": (1, 1), "BLHNC": (1, 1), "BHLNC": (2, 1)}
-    sizes = {"layer": 2, "block": 3, "head": 2, "token": 4}
-    axes = dict(zip("LBHN", sizes, strict=True))
-    figure = plotting.plot_orders()
-    for ax, (order, (one, every)) in zip(figure.axes, extents.items(), strict=True):
-        title = ax.get_title(loc="left")
-        assert title.startswith(f"{order}: block 1 of layer 0 is {one} extent")
-        assert f"of all layers {every} extent" in title
-        names = [text.get_text() for text in ax.get_yticklabels()]
-        assert names == [*(axes[letter] for letter in order if letter != "C"), "block 1"]
-        runs = 1
-        for line, name in enumerate(names[:4]):
-            values = [int(text) for (_, y), text in written(ax).items() if y == line]
-            assert values == [*range(sizes[name])] * runs
-            runs *= sizes[name]
 
 
 def test_the_pool_shows_the_group_of_each_block_at_each_step() -> None:
@@ -263,37 +220,6 @@ def test_the_pool_shows_the_group_of_each_block_at_each_step() -> None:
     steps = [{1: Holder(0, ("a",))}, {1: Holder(1, ("b",)), 2: Holder(1, ("b",))}, {}]
     title = title_of(plotting.plot_pool_over_time(SMALL, steps))
     assert title == "3 blocks allocated, 1 of them after another group"
-
-
-def test_a_pool_of_one_group_counts_shared_blocks() -> None:
-    spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, sink_tokens=4)
-    plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=16, num_blocks_override=8)
-    manager = jaxkv.BlockManager(plan, max_requests=2)
-    manager.start("a")
-    manager.step(jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=4), {"a": 4})
-    ((shared,),) = manager.block_ids("a")
-    manager.fork("a", ["b"])
-    snapshot = plotting.snapshot_blocks(manager)
-    (sink,) = manager.sink_block_ids[0]
-    assert snapshot == {shared: Holder(0, ("a", "b")), sink: Holder(0, ())}
-    figure = plotting.plot_pool_over_time(plan, [snapshot])
-    assert title_of(figure) == f"Up to 2 of {plan.usable_blocks} blocks allocated, 1 of them shared"
-    assert {text.get_text() for text in figure.axes[0].texts} == {"a, b", "sink"}
-
-
-def test_uses_of_blocks_are_stacked_and_named_in_the_title() -> None:
-    uses = [
-        BlockUse(own=3, shared=0, evictable=0, uncached=5),
-        BlockUse(own=1, shared=1, evictable=2, uncached=4),
-    ]
-    figure = plotting.plot_block_use(uses, preemptions=[1])
-    (ax,) = figure.axes
-    assert [p.get_data().values.tolist() for p in ax.patches] == [[3, 1], [3, 2], [3, 4], [8, 8]]
-    assert len({colour_of(patch) for patch in ax.patches}) == 4
-    assert title_of(figure) == (
-        "Up to 3 of 8 blocks allocated, 1 shared, 2 cached and free; 1 preemption"
-    )
-    assert title_of(plotting.plot_block_use(uses[:1])) == "Up to 3 of 8 blocks allocated"
 
 
 def test_tables_show_the_ids_of_each_request_dark_where_the_step_reads_them() -> None:
@@ -324,25 +250,11 @@ def test_tables_show_the_ids_of_each_request_dark_where_the_step_reads_them() ->
     assert "0 block ids in 0 of 100 rows, 0 drawn" in title_of(plotting.plot_block_tables(empty))
 
 
-def test_a_page_numbers_its_slots_and_kernel_blocks() -> None:
-    (ax,) = plotting.plot_page(LOW, block_id=3, kernel_block_size=4).axes
-    slots = [text.get_text() for text in ax.get_yticklabels()]
-    assert slots == [f"slot {48 + i}" for i in range(16)]
-    kernel = [text.get_text() for text in ax.child_axes[0].get_yticklabels()]
-    assert kernel == [f"kernel block {12 + i}" for i in range(4)]
-    assert [text.get_text() for text in ax.texts] == ["K 0", "V 0", "K 1", "V 1"]
-    assert "16 tokens x 512 bytes = 8,192 bytes (K and V of 2 heads)" in title_of(ax.figure)
-    state = FIGURES["state"]()
-    assert "one state of 1,097,728 bytes, bfloat16[3, 8192] and " in title_of(state)
-    assert title_of(state).endswith("and 16,384 bytes of padding")
-
-
 @pytest.mark.parametrize(
     ("draw", "error", "message"),
     [
         (lambda: plotting.plot_memory(SMALL, 25), ValueError, "num_tokens=25; the plan admits 24"),
         (lambda: plotting.plot_memory(SMALL, worker=1), ValueError, "worker=1: the plan has 1"),
-        (lambda: plotting.plot_length_against_requests({}), ValueError, "plans has none"),
         (lambda: plotting.plot_pool_over_time(SMALL, []), ValueError, "snapshots is empty"),
         (
             lambda: plotting.plot_pool_over_time(SMALL, [{}, {40: Holder(0, ())}]),
@@ -356,7 +268,6 @@ def test_a_page_numbers_its_slots_and_kernel_blocks() -> None:
             ValueError,
             "batch belongs to another cache",
         ),
-        (lambda: plotting.plot_orders("NHD"), ValueError, "orders='NHD' must be a sequence"),
         (
             lambda: plotting.plot_orders([PhysicalOrder("NHD", tile_tokens=3)]),
             ValueError,

@@ -26,11 +26,9 @@ from jaxkv._src.prefixes import (
     block_keys,
     encode_events,
     event_frames,
-    root_key,
 )
 from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
 from jaxkv._src.prefixes._extra_keys import extra_keys_by_block
-from jaxkv._src.uploads import StepShape
 from tests.test_prefixes import plan_of
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_prefixes.json").read_text())
@@ -107,38 +105,6 @@ def test_messages_are_those_that_vllm_sends(format: Any, keys: Any) -> None:
     assert msgpack.unpackb(payload) == msgpack.unpackb(recorded)
     if format == "positional":  # vLLM's encoder writes the length of a map in more bytes
         assert payload == recorded
-
-
-@pytest.mark.parametrize("format", ["tagged", "positional"])
-def test_a_reader_finds_each_field(format: Any) -> None:
-    first, second, removed, _, cleared = decoded(
-        encode_events(BATCH, format=format, keys="bytes", rank=2)
-    )
-    assert first["block_hashes"] == KEYS[:2] and first["parent_block_hash"] is None
-    assert first["token_ids"] == TOKENS[:8] and first["block_size"] == 4
-    assert (first["group_idx"], first["kv_cache_spec_kind"]) == (3, "full_attention")
-    assert first["kv_cache_spec_sliding_window"] is first["extra_keys"] is None
-    assert second["parent_block_hash"] == KEYS[0] and second["medium"] == "CPU"
-    assert second["kv_cache_spec_sliding_window"] == 1024
-    assert (second["lora_name"], second["lora_id"]) == ("sql", 7)
-    assert second["extra_keys"] == [
-        ["sql", ["f00d", 2], "s"],
-        ["sql", ["f00d", -2], b"\x01\xff" * 16],
-    ]
-    assert removed["block_hashes"] == KEYS[:1] and removed["group_idx"] == 3
-    assert cleared == {"type": "AllBlocksCleared"}
-
-
-def test_an_int_key_is_the_last_64_bits_of_a_key() -> None:
-    (event,) = decoded(encode_events(EventBatch(0, 0.0, RECORDED[:1])))
-    assert event["block_hashes"] == [int(key.hex()[-16:], 16) for key in KEYS[:2]]
-
-
-def test_a_block_without_extra_keys_lies_next_to_one_that_has_some() -> None:
-    extras = None, (("lora", "sql", "/a"),)
-    stored = BlocksStored(FULL, tuple(KEYS[:2]), None, tuple(TOKENS[:8]), extra_keys=extras)
-    (event,) = decoded(encode_events(EventBatch(0, 0.0, (stored,))))
-    assert event["extra_keys"] == [None, ["sql"]]
 
 
 @pytest.mark.parametrize(
@@ -257,36 +223,6 @@ def test_a_log_numbers_its_batches_and_keeps_the_last() -> None:
 # --- events of a manager --------------------------------------------------------------
 
 
-def test_blocks_of_one_key_are_stored_once_and_removed_with_the_last_one() -> None:
-    """Images of one identifier and two sizes, whose first blocks have the same key."""
-    root, wanted = root_key("7"), set[bytes]()
-    log, kept, counts = EventLog(root=root), set[bytes](), list[int]()
-    manager = BlockManager(plan_of("full", 40), max_requests=2, events=log)
-    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
-    prompts = [(range(9), [ExtraKey.mm("f00d", 0, end)]) for end in (4, 5, 9)]
-    prompts += [(range(100 * i, 100 * i + 48), []) for i in range(1, 5)]  # which evict them
-    for tokens, extra_keys in prompts:
-        manager.start("a", list(tokens), extra_keys=extra_keys)
-        wanted.update(block_keys(list(tokens), 4, extra_keys=extra_keys, root=root))
-        for begin in range(0, len(tokens), 12):
-            manager.step(shape, {"a": len(tokens[begin : begin + 12])})
-        manager.finish("a")
-        batch = log.take()
-        for event in () if batch is None else batch.events:
-            keys = set(event.block_keys)
-            assert keys <= wanted, "keys of another root"
-            if isinstance(event, BlocksStored):
-                assert not keys & kept, "stored twice"
-                kept |= keys
-            else:
-                assert keys <= kept, "removed twice"
-                kept -= keys
-        counts.append(len(kept))
-    stats = manager.prefix_stats()
-    assert counts[:3] == [2, 3, 3], "of two, four and six blocks"
-    assert counts[-1] == stats.cached_blocks and stats.evicted_blocks >= 6
-
-
 Told = tuple[bytes | None, tuple[int, ...], Any, str | None]  # what an event tells of a key
 
 
@@ -379,32 +315,6 @@ def test_a_key_is_cached_where_a_block_of_it_is() -> None:
     assert min(seen[name] for name in ("GPU", "CPU", "shared")) > 3, seen
 
 
-def test_events_name_adapters_images_and_salts() -> None:
-    plan, log = plan_of("full"), EventLog()
-    manager = BlockManager(plan, max_requests=2, events=log)
-    shape = StepShape.for_plan(plan, max_requests=2, max_tokens=12)
-    extra_keys = [ExtraKey.lora("sql", "/a"), ExtraKey.mm("f00d", 3, 6)]
-    tokens = [1, 2, 3, 9, 9, 9, 4, 5, 6]
-    manager.start("a", tokens, salt="s", extra_keys=extra_keys)
-    manager.step(shape, {"a": 5})
-    manager.step(shape, {"a": 4})
-    manager.finish("a", [7, 8, 9, 10])  # none of which was computed
-    first, second = (log.take() or EventBatch(0, 0.0, ())).events
-    assert isinstance(first, BlocksStored) and isinstance(second, BlocksStored)
-    keys = block_keys(tokens, 4, salt="s", extra_keys=extra_keys)
-    assert (first.block_keys, first.parent_key) == ((keys[0],), None)
-    assert (second.block_keys, second.parent_key) == ((keys[1],), keys[0])
-    assert second.token_ids == (9, 9, 4, 5) and second.adapter == "sql"
-    lora = ("lora", "sql", "/a")
-    assert first.extra_keys == ((lora, ("mm", "f00d", 3), ("cache_salt", "s")),)
-    assert second.extra_keys == ((lora, ("mm", "f00d", -1)),)
-    manager.start("b", tokens, extra_keys=extra_keys)  # without the salt, so under new keys
-    manager.step(shape, {"b": 9})
-    assert len((log.take() or EventBatch(0, 0.0, ())).events[0].block_keys) == 2
-    manager.reset_prefixes()
-    assert log.take() == EventBatch(2, pytest.approx(0, abs=1e11), (AllBlocksCleared(),))
-
-
 # --- refusals -------------------------------------------------------------------------
 
 
@@ -412,8 +322,6 @@ def test_events_name_adapters_images_and_salts() -> None:
     ("text", "make"),
     [
         ("block_keys is empty", lambda: BlocksStored(FULL, (), None, ())),
-        ("block_keys is empty", lambda: BlocksRemoved(FULL, ())),
-        ("token_ids has 3 tokens", lambda: BlocksStored(FULL, (KEYS[0],), None, (1, 2, 3))),
         *(
             (
                 f"token_ids has {count} tokens; {blocks} blocks of 4 have {4 * blocks}$",
@@ -427,25 +335,8 @@ def test_events_name_adapters_images_and_salts() -> None:
             "extra_keys has 1 entries",
             lambda: BlocksStored(FULL, tuple(KEYS[:2]), None, (1,) * 8, extra_keys=(None,)),
         ),
-        (
-            "extra_keys has 2 entries",
-            lambda: BlocksStored(FULL, (KEYS[0],), None, (1,) * 4, extra_keys=(None, None)),
-        ),
         ("medium='gpu'", lambda: BlocksRemoved(FULL, (KEYS[0],), "gpu")),  # pyrefly: ignore
-        (
-            "medium='gpu'",
-            lambda: BlocksStored(FULL, (KEYS[0],), None, (1,) * 4, "gpu"),  # pyrefly: ignore
-        ),
         ("sequence=18446744073709551615", lambda: event_frames(2**64 - 1, b"")),
-        ("index must be at least 0", lambda: EventGroup(-1, "full", 4)),
-        ("kind='mamba'", lambda: EventGroup(0, "mamba", 4)),  # pyrefly: ignore
-        ("block_size must be at least 1", lambda: EventGroup(0, "full", 0)),
-        ("window must be at least 1", lambda: EventGroup(0, "sliding", 4, 0)),
-        ("max_batches=2147483648", lambda: EventLog(max_batches=2**31)),
-        ("rank=2147483648", lambda: encode_events(BATCH, rank=2**31)),
-        ("format='map'", lambda: encode_events(BATCH, format="map")),  # pyrefly: ignore
-        ("keys='hex'", lambda: encode_events(BATCH, keys="hex")),  # pyrefly: ignore
-        ("groups='full'", lambda: encode_events(BATCH, groups="full")),  # pyrefly: ignore
     ],
 )
 def test_refusals_name_the_argument(text: str, make: Any) -> None:
@@ -458,11 +349,6 @@ def test_two_managers_on_one_log_are_refused() -> None:
     BlockManager(plan, max_requests=1, events=log)
     with pytest.raises(ValueError, match=r"another BlockManager.*; give each an"):
         BlockManager(plan, max_requests=1, events=log)
-
-
-def test_a_log_takes_events_only() -> None:
-    with pytest.raises(TypeError, match="must be a cache event, got str"):
-        EventLog().append("stored")  # pyrefly: ignore
 
 
 def test_without_msgpack_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,17 +192,11 @@ def test_media_of_a_prompt_come_in_any_order_and_lie_apart() -> None:
     ("error", "text", "arguments"),
     [
         (ValueError, "block_size=2147483648", {"block_size": 2**31}),
-        (TypeError, "got float64", {"tokens": [0.5] * 8}),
-        (ValueError, "flat list", {"tokens": np.zeros((2, 8), int)}),
-        (ValueError, "0..2147483647", {"tokens": [-1] * 8}),
         (ValueError, "0..2147483647", {"tokens": [2**31] * 8}),
         (ValueError, "multiple of block_size=4", {"start": 6, "parent": bytes(32)}),
         (ValueError, "without a parent", {"start": 4}),
-        (ValueError, "without a parent", {"parent": bytes(32)}),
         (ValueError, "parent must be a key of 32 bytes", {"start": 4, "parent": b"x"}),
-        (ValueError, "parent must be a key of 32 bytes", {"start": 4, "parent": bytes(33)}),
         (ValueError, "root must be a key of 32 bytes", {"root": "vllm-none-hash"}),
-        (TypeError, "ExtraKey.lora", {"extra_keys": [("lora", "a", "b")]}),
     ],
 )
 def test_refusals_name_the_argument(
@@ -217,19 +211,15 @@ def test_refusals_name_the_argument(
     [
         (ValueError, "kind='audio'", lambda: ExtraKey("audio", "x")),  # pyrefly: ignore
         (TypeError, "value of an adapter", lambda: ExtraKey("lora", "ab")),
-        (TypeError, "value of an adapter", lambda: ExtraKey("lora", ["a", "b"])),  # pyrefly: ignore
         (ValueError, "whole sequence", lambda: ExtraKey("lora", ("a", "b"), 4)),
-        (ValueError, "whole sequence", lambda: ExtraKey("lora", ("a", "b"), 0, 8)),
         (TypeError, "identifier of a medium", lambda: ExtraKey("mm", b"x", 0, 1)),
         (ValueError, "end is missing", lambda: ExtraKey("mm", "x")),
         (ValueError, "end=3 must be more than start=3", lambda: ExtraKey.mm("x", 3, 3)),
-        (ValueError, "start must be at least 0", lambda: ExtraKey.mm("x", -1, 3)),
         (TypeError, "value of embeddings", lambda: ExtraKey("prompt_embeds", "x", 0, 1)),
         (ValueError, "same number of bytes", lambda: ExtraKey("prompt_embeds", b"xyz", 0, 2)),
         (ValueError, "begin at start=0", lambda: ExtraKey("prompt_embeds", b"wxyz", 1, 2)),
         (ValueError, "end=None and 4 bytes", lambda: ExtraKey("prompt_embeds", b"wxyz")),
         (TypeError, "not empty", lambda: ExtraKey.prompt_embeds(np.zeros((0, 4)))),
-        (TypeError, "seed must be a str", lambda: root_key(5)),  # pyrefly: ignore
     ],
 )
 def test_an_invalid_extra_key_or_seed_is_refused(

@@ -16,7 +16,6 @@ from jaxkv._src.prefixes import (
     ExtraKey,
     TokenCodes,
     as_tokens,
-    block_keys,
 )
 from jaxkv._src.prefixes._checkpoints import WANTED_PART, Checkpoint
 from jaxkv._src.prefixes._nodes import PromptTree
@@ -122,14 +121,6 @@ def test_a_prefix_that_another_manager_found_is_looked_up_again() -> None:
     assert manager.start("a", empty.find_prefix(tokens)).num_cached_tokens == 8
 
 
-def test_a_prefix_stays_as_it_is_when_the_array_of_its_tokens_changes() -> None:
-    tokens = np.arange(12, dtype=np.int32)
-    manager, _ = computed_prompt(plan_of("full"), tokens)
-    tokens[:] = 7
-    assert manager.find_prefix(tokens).num_cached_tokens == 0
-    assert manager.find_prefix(np.arange(12)).num_cached_tokens == 8
-
-
 IDS = [-(2**70), -(2**63), -1, 0, 1, 2**31 - 1, 2**31, 2**63, 2**64]
 
 
@@ -149,12 +140,6 @@ def test_a_refusal_names_a_token_that_is_out_of_range(dtype: Any) -> None:
             assert int(str(refusal.value).rpartition(" ")[2]) in bad
 
 
-def test_two_images_side_by_side_are_not_one() -> None:
-    pair = [ExtraKey.mm("x", 0, 4), ExtraKey.mm("x", 4, 8)]
-    codes = [TokenCodes().encode([1] * 8, keys) for keys in (pair, [ExtraKey.mm("x", 0, 8)])]
-    assert not np.array_equal(*codes)
-
-
 def test_media_that_overlap_or_reach_past_the_tokens_get_no_codes() -> None:
     one, manager = ExtraKey.mm("x", 2, 6), BlockManager(plan_of("full"), max_requests=1)
     for keys, said in (
@@ -169,20 +154,6 @@ def test_media_that_overlap_or_reach_past_the_tokens_get_no_codes() -> None:
     assert not manager.requests
 
 
-def test_a_row_of_embeddings_counts_for_its_own_token() -> None:
-    codes, rows = TokenCodes(), bytes(12)
-    plain = codes.encode([1] * 3, [ExtraKey("prompt_embeds", rows, 0, 3)])
-    for at in range(12):
-        other = rows[:at] + b"x" + rows[at + 1 :]
-        differs = codes.encode([1] * 3, [ExtraKey("prompt_embeds", other, 0, 3)]) != plain
-        assert differs.nonzero()[0].tolist() == [at // 4]
-
-
-def test_a_prompt_of_one_block_is_known_under_its_salt() -> None:
-    manager, _ = computed_prompt(plan_of("full"), np.arange(4))
-    assert manager.start("a", np.arange(5), salt="b").reasons == ("other_salt",)
-
-
 def test_a_prompt_with_an_image_later_on_is_known_under_its_salt() -> None:
     """By its first tokens, which are codes of 64 bits there and of 32 where nothing is added."""
     for images in ([ExtraKey.mm("cat", 8, 12)], []):
@@ -194,20 +165,6 @@ def test_a_prompt_with_an_image_later_on_is_known_under_its_salt() -> None:
             hit = manager.start("a", np.arange(12), salt="b", extra_keys=more)
             assert hit.reasons == ("other_salt",)
             manager.finish("a")
-
-
-def test_a_row_whose_request_ended_early_is_another_s() -> None:
-    """One without tokens, or with others than those that were still to be computed."""
-    manager = BlockManager(plan_of("full"), max_requests=1)
-    shape = StepShape.for_plan(
-        manager.plan, max_requests=1, max_tokens=12, extra=12, token_ids=True
-    )
-    for tokens in (None, np.arange(20), None, np.arange(20) + 7):
-        manager.start("a", tokens)
-        for start in (0, 8):
-            ids = np.arange(start, start + 8) if tokens is None else tokens[start : start + 8]
-            manager.step(shape, {"a": 8}, extra=np.pad(ids, (0, 4)))
-        manager.finish("a")
 
 
 def test_token_ids_of_a_step_are_compared_with_a_prompt_with_images() -> None:
@@ -276,42 +233,6 @@ def test_tokens_behind_a_prompt_are_cached_unless_some_of_it_were_left_out(
     assert manager.find_prefix(without).num_cached_tokens == 4
 
 
-@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)], ids=str)
-def test_each_group_keeps_whole_blocks_of_its_own(sizes: tuple[int, int]) -> None:
-    """And a prompt is known by the tokens of the smaller ones."""
-    one, other = (HEADS | {"head_size": 32 // size, "block_size": size} for size in sizes)
-    layers = {"a": FullAttentionSpec(**one), "b": ChunkedAttentionSpec(chunk_size=48, **other)}
-    plan = plan_cache(layers, 2**30, max_model_len=48, num_blocks_override=40)
-    assert [group.block_size for group in plan.groups] == [*sizes]
-    manager = BlockManager(plan, max_requests=2)
-    shape = StepShape.for_plan(plan, max_requests=2, max_tokens=1)
-    manager.start("a", np.arange(24))
-    for count in range(1, 25):
-        manager.step(shape, {"a": 1})
-        assert manager.prefix_stats().cached_blocks == count // 4 + count // 8
-        hit = manager.start("b", [*range(6), *[100] * 18], salt="b")
-        assert ("other_salt" in hit.reasons) == (count >= 4)
-        manager.finish("b")
-
-
-def test_keys_of_samples_depend_on_their_own_tokens() -> None:
-    log, tokens = EventLog(), np.arange(8)
-    manager = BlockManager(plan_of("full"), max_requests=2, events=log)
-    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12, cached_tokens=8)
-    manager.start("a", tokens)
-    manager.step(shape, {"a": 8})
-    manager.fork("a", ["b"])
-    manager.step(shape, {"a": 4, "b": 4})
-    for name, more in (("b", [50] * 4), ("a", [60] * 4)):
-        log.take()
-        manager.finish(name, more)
-        batch = log.take()
-        assert batch is not None
-        (stored,) = batch.events
-        assert isinstance(stored, BlocksStored)
-        assert stored.block_keys == tuple(block_keys([*tokens, *more], 4)[2:])
-
-
 @pytest.mark.parametrize(("name", "ranks"), [("windows", 1), ("chunks", 1), ("full", 2)])
 def test_events_describe_the_group_of_their_blocks(name: str, ranks: int) -> None:
     """A block of a group holds tokens of all ranks."""
@@ -327,106 +248,6 @@ def test_events_describe_the_group_of_their_blocks(name: str, ranks: int) -> Non
         EventGroup(index, group.specs[0].kind, 4 * ranks, windows[group.specs[0]])
         for index, group in enumerate(plan.groups)
     ]
-
-
-def test_a_found_prefix_is_looked_up_again_as_it_was() -> None:
-    """With its salt, adapter and images, once other prompts are kept, too."""
-    tokens, log = np.arange(16), EventLog()
-    keys = [ExtraKey.mm("cat", 2, 6), ExtraKey.lora("b", "/b")]
-    manager = BlockManager(plan_of("full"), max_requests=2, events=log)
-    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12, cached_tokens=16)
-    manager.start("first", tokens[:12], salt="b", extra_keys=keys)
-    manager.step(shape, {"first": 12})
-    found = manager.find_prefix(tokens, salt="b", extra_keys=keys)
-    for name, more in (("other", tokens), ("salted", tokens[:8])):
-        manager.start(name, more, salt=None if name == "other" else "c")
-        manager.step(shape, {name: 8})
-        manager.finish(name)
-    log.take()
-    hit = manager.start("again", found)
-    assert hit.num_cached_tokens == 12 and hit.reasons == ("complete",)
-    manager.step(shape, {"again": 4})
-    batch = log.take()
-    assert batch is not None
-    (stored,) = batch.events
-    assert isinstance(stored, BlocksStored)
-    wanted = block_keys(tokens, 4, salt="b", extra_keys=keys)
-    assert (stored.parent_key, *stored.block_keys) == tuple(wanted[-2:])
-
-
-@pytest.mark.parametrize("name", ["full", "windows", "chunks", "all", "single"])
-def test_a_prompt_computed_twice_outlives_the_blocks_that_were_cached_first(
-    name: str, monkeypatch
-) -> None:
-    monkeypatch.setitem(LAYERS, "single", {"a": full(block_size=1)})
-    manager = BlockManager(plan_of(name, 80 if name == "single" else 40), max_requests=3)
-    shape = StepShape.for_plan(manager.plan, max_requests=3, max_tokens=36)
-    tokens = np.arange(12)
-    for request in "ab":
-        manager.start(request, tokens)
-    manager.step(shape, dict.fromkeys("ab", 12))  # each has blocks of its own
-    kept = manager.prefix_stats().cached_blocks
-    manager.finish("a")
-    free = manager.num_free_blocks
-    while manager.prefix_stats().evicted_blocks < kept:
-        manager.start("c", np.arange(100, 148) + 100 * manager.num_uploads)
-        for _ in range(4):
-            manager.step(shape, {"c": 12})
-        manager.finish("c")
-    assert manager.num_free_blocks == free
-    assert not manager.find_prefix([*tokens, 0]).num_cached_tokens
-    manager.finish("b")
-    assert manager.find_prefix([*tokens, 0]).num_cached_tokens == (8 if name == "all" else 12)
-
-
-@pytest.mark.parametrize("blocks", [0.75, 1, 5])
-def test_a_chunk_ends_where_a_prompt_parts_from_a_remembered_one(blocks: float) -> None:
-    """If a block or more is the same."""
-    manager = BlockManager(plan_of("none"), max_requests=2)
-    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
-    manager.start("a", [1] * 30)
-    for _ in range(3):
-        manager.step(shape, {"a": 10})
-    manager.finish("a")
-    count = int(blocks * min(group.block_size for group in manager.plan.groups))
-    ends = (count, count + 9)[blocks < 1 :]
-    assert manager.start("b", [1] * count + [2] * 10).chunk_ends == ends
-
-
-@pytest.mark.parametrize("name", ["none", "align", "modes"])
-def test_a_request_goes_on_in_the_blocks_that_a_checkpoint_keeps_to_its_end(name: str) -> None:
-    """Only a block of states is another one: of tokens none is overwritten, and none copied."""
-    manager = BlockManager(plan_of(name), max_requests=1)
-    shape = StepShape.for_plan(
-        manager.plan, max_requests=1, max_tokens=12, forks=2, cached_tokens=12
-    )
-    manager.start("a", [1] * 9, boundaries=[6])
-    manager.step(shape, {"a": 6})
-    before = manager.block_ids("a")
-    manager.step(shape, {"a": 2})
-    for group, *ids in zip(manager.plan.groups, before, manager.block_ids("a"), strict=True):
-        assert (ids[0][-1] != ids[1][-1]) == isinstance(group.specs[0], StateSpec)
-
-
-@pytest.mark.parametrize("wanted", ["shared", "named", "neither"])
-def test_a_state_that_prompts_go_on_from_outlives_ends_of_others(wanted: str) -> None:
-    manager = BlockManager(plan_of("none", num_blocks=100), max_requests=1, checkpoint_share=0.1)
-    shape = StepShape.for_plan(
-        manager.plan, max_requests=1, max_tokens=12, forks=1, cached_tokens=9
-    )
-
-    def serve(tokens: list[int], **options) -> None:
-        hit = manager.start("a", tokens, **options)
-        for end in (*hit.chunk_ends[:-1], len(tokens)):
-            manager.step(shape, {"a": end - manager.num_computed_tokens("a")})
-        manager.finish("a")
-
-    serve([1] * 9, boundaries=[4] if wanted == "named" else ())
-    if wanted == "shared":
-        serve([1] * 10)
-    for number in range(2, 22):  # more than there is room for
-        serve([number] * 9)
-    assert (manager.find_prefix([1] * 11).num_cached_tokens > 0) == (wanted != "neither")
 
 
 class InOrderOfUse:
