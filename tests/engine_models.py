@@ -1,5 +1,6 @@
 """A model of every kind of layer for an engine, and the same in NumPy, without a cache."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -22,10 +23,14 @@ Params = dict[str, Any]
 
 
 def make_plan(
-    layers: tuple[str, ...] = tuple(SPECS), num_blocks: int = 60, max_model_len: int = 48
+    layers: tuple[str, ...] = tuple(SPECS),
+    num_blocks: int = 60,
+    max_model_len: int = 48,
+    ranks: int = 1,
 ) -> jaxkv.Plan:
+    of_rank = {"num_kv_heads": HEADS // ranks} if ranks > 1 else {}
     return jaxkv.plan_cache(
-        {layer: SPECS[layer] for layer in layers},
+        {layer: dataclasses.replace(SPECS[layer], **of_rank) for layer in layers},
         2**30,
         max_model_len=max_model_len,
         num_blocks_override=num_blocks,

@@ -399,7 +399,11 @@ def engine_on_two_devices() -> jaxkv.Engine:
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
     cache = jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads")
     same = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jaxkv.Engine(forward, jax.device_put(make_params(), same), plan, cache=cache, **SIZES)
+    with pytest.MonkeyPatch.context() as patch:  # uploads as on GPUs, the same on every device
+        ring = jaxkv.UploadRing(device=same)
+        patch.setattr(Device, "ring", lambda self, depth: ring)
+        params = jax.device_put(make_params(), same)
+        return jaxkv.Engine(forward, params, plan, cache=cache, **SIZES)
 
 
 @needs_devices(2)

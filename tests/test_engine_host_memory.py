@@ -4,29 +4,44 @@ import dataclasses
 import functools
 import os
 from collections import Counter
+from typing import Any
 
 import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv import HostMemory, Sampling
 from jaxkv._src.offload import host_blocks as _host_blocks
+from jaxkv._src.prefixes import _beginnings
 from jaxkv.pool import TransferError
+from jaxkv.testing import count_compilations
 from tests.engine_models import forward, make_params, make_plan
+from tests.helpers import needs_devices
 from tests.test_engine import assert_right, random_requests
 
-LAYERS, TIGHT = ("full", "state"), 17  # blocks: requests are preempted
+LAYERS, OF_HEADS = ("full", "state"), ("full",)
+TIGHT = 17  # blocks: requests are preempted
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 
 
 @functools.cache
-def make_engine(decode_steps: int) -> jaxkv.Engine:
-    plan = make_plan(LAYERS, TIGHT)
+def make_engine(decode_steps: int, devices: int = 1) -> jaxkv.Engine:
+    plan = make_plan(LAYERS if devices == 1 else OF_HEADS, TIGHT, ranks=devices)
     memory = HostMemory(num_bytes=200 * plan.layouts[0].bytes_per_block, min_tokens=1)
+    mesh = jax.make_mesh((devices,), ("heads",), devices=jax.devices()[:devices])
+    place: dict[str, Any] = {"mesh": mesh, "axis": "heads"} if devices > 1 else {}
     params = make_params()
-    sizes = {"max_requests": 4, "max_tokens": 8}
+    if devices > 1:
+        params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     return jaxkv.Engine(
-        *(forward, params, plan), decode_steps=decode_steps, host_memory=memory, **sizes
+        *(forward, params, plan),
+        cache=jaxkv.make_cache(plan, max_requests=4, **place),
+        decode_steps=decode_steps,
+        host_memory=memory,
+        shared_prefixes=devices - 1,
+        max_requests=4,
+        max_tokens=8,
     )
 
 
@@ -43,11 +58,19 @@ def served(engine: jaxkv.Engine, requests) -> list[jaxkv.Output]:
 
 
 # Each engine compiles for ten seconds.
-@pytest.mark.parametrize("decode_steps", [1, 3] if IS_LONG else [1])
-def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: int) -> None:
-    engine, requests = make_engine(decode_steps), requests_of(3, 9)
+@pytest.mark.parametrize(
+    ("decode_steps", "devices"),
+    [*([(1, 1), (3, 1)] if IS_LONG else [(1, 1)]), pytest.param(1, 2, marks=needs_devices(2))],
+)
+def test_tokens_are_right_when_blocks_went_to_the_host_and_back(
+    decode_steps: int, devices: int, monkeypatch
+) -> None:
+    """On two devices samples that begin alike read together, too."""
+    monkeypatch.setattr(_beginnings, "LEAST_TOKENS", 4)
+    engine, requests = make_engine(decode_steps, devices), requests_of(3, 9)
+    layers = LAYERS if devices == 1 else OF_HEADS
     for _ in range(2):  # the prompts come again
-        assert_right(served(engine, requests), requests, LAYERS)
+        assert_right(served(engine, requests), requests, layers)
     stats = engine.manager.offload_stats()
     assert stats is not None and stats.stored_blocks and stats.loaded_blocks, stats
     assert engine.manager.prefix_stats().host_tokens
@@ -58,7 +81,27 @@ def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: in
     for level in (1, 2) if decode_steps == 1 else ():
         engine.sleep(level)
         engine.wake_up()
-        assert_right(served(engine, requests), requests, LAYERS)
+        assert_right(served(engine, requests), requests, layers)
+
+
+@needs_devices(2)
+def test_weights_that_a_trainer_shards_otherwise_are_moved_and_nothing_compiles() -> None:
+    engine, requests = make_engine(1, 2), requests_of(3, 4)
+    old = served(engine, requests)
+    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[1::-1])
+    rows = {matrix: PartitionSpec("rows") for matrix in ("embed", "head")}
+    sharded = {
+        name: jax.device_put(new, NamedSharding(mesh, rows.get(name, PartitionSpec())))
+        for name, new in make_params(1).items()
+    }
+    with count_compilations() as compilations, jax.transfer_guard_device_to_host("disallow"):
+        engine.update(sharded)
+    new = served(engine, requests)
+    assert [o.tokens for o in new] != [o.tokens for o in old]
+    with count_compilations() as compilations:
+        engine.update(make_params())  # of one device
+        assert_right(served(engine, requests), requests, OF_HEADS)
+    assert not compilations
 
 
 def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:

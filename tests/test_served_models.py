@@ -11,10 +11,11 @@ import pytest
 
 import jaxkv
 from tests.benchmarks import timing
-from tests.benchmarks.served import alone, comparison, profiling, workloads
-from tests.benchmarks.served.decoders import Decoder
+from tests.benchmarks.served import alone, comparison, jaxkv_engine, profiling, workloads
+from tests.benchmarks.served.decoders import AXIS, Decoder
 from tests.benchmarks.served.workloads import Decode, Trace
 from tests.benchmarks.timing import KernelEvent
+from tests.helpers import needs_devices
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "torch_dtype": "float32"}
 SMALL |= {"num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 256}
@@ -112,22 +113,30 @@ def random_params(decoder: Decoder) -> dict[str, Any]:
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         weights = rng.normal(size=shape).astype(np.float32)
-        return 1 + weights / 8 if len(shape) == 1 else weights / max(shape[-2], 4) ** 0.5
+        if len(shape) == 1:
+            return 1 + weights / 8
+        fan_in = shape[0] if shape[0] == decoder.hidden else shape[-2]
+        return weights / max(fan_in, 4) ** 0.5
 
     return jax.tree.map(lambda like: draw(like.shape), shapes)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+RUNS = [(name, 1) for name in CONFIGS]
+RUNS += [pytest.param(name, 2, marks=needs_devices(2)) for name in ("dense", "hybrid")]
+
+
+@pytest.mark.parametrize(("name", "devices"), RUNS)
 @jax.default_matmul_precision("highest")
 @jax.numpy_rank_promotion("allow")  # a model is written as its readers write theirs
-def test_logits_over_a_cache_equal_those_without_one(name: str) -> None:
-    decoder = Decoder.from_config(CONFIGS[name])
+def test_logits_over_a_cache_equal_those_without_one(name: str, devices: int) -> None:
+    mesh = jaxkv_engine.mesh_of(devices)
+    decoder = Decoder.from_config(CONFIGS[name], mesh=mesh)
     params = random_params(decoder)
     plan = jaxkv.plan_cache(decoder.layers, 2**20, max_model_len=64)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=16, extra=16)
     manager, cache = (
         jaxkv.BlockManager(plan, max_requests=4),
-        jaxkv.make_cache(plan, max_requests=4),
+        jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis=mesh and AXIS),
     )
 
     @jax.jit(donate_argnums=1)
@@ -138,7 +147,8 @@ def test_logits_over_a_cache_equal_those_without_one(name: str) -> None:
 
     @jax.jit
     def run_whole(params, token_ids):
-        return decoder.forward(params, WholeStep(decoder.layers, token_ids))
+        whole = Decoder.from_config(CONFIGS[name])
+        return whole.forward(params, WholeStep(whole.layers, token_ids))
 
     ids = np.random.default_rng(0).integers(0, decoder.vocab, (len(LENGTHS), max(LENGTHS)))
     wanted = [run_whole(params, row) for row in ids]
@@ -233,7 +243,7 @@ def test_only_what_both_engines_serve_in_one_order_is_compared(monkeypatch, caps
         [more for module, *more in asked if module == name]
         for name in ("jaxkv_engine", "vllm_engine")
     )
-    assert [groups for _, groups in ours] == ["0", "0", "0", "32"]  # the first starts twice
+    assert [groups for _, groups, _ in ours] == ["0", "0", "0", "32"]  # the first starts twice
     cached = [
         f'"enable_prefix_caching": {found}' in more[1]
         for more, found in zip(theirs, ("false", "true"), strict=True)

@@ -57,8 +57,11 @@ def main() -> None:
     parser.add_argument("--vllm", type=pathlib.Path, help="folder of vLLM's Python files")
     engine = "folder of the whole of vLLM, for the part served"
     parser.add_argument("--vllm-engine", type=pathlib.Path, help=engine)
-    names = [case.name for case in comparison.CASES]
-    parser.add_argument("--case", choices=names, help="of the part served; the first two, or --all")
+    names = {case.name: None for case in (*comparison.CASES, *comparison.DIVIDED)}
+    parser.add_argument("--case", choices=list(names), help="of the part served; two, or --all")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="of the part served: divides models among these"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="file to keep the run in")
     parser.add_argument(
         "--size",
@@ -72,6 +75,7 @@ def main() -> None:
         parser.error(f"unknown parts {sorted(unknown)}; choose from {', '.join(PARTS)}")
     timing.size, timing.every_case = options.size, options.all
     timing.vllm_engine, timing.served_case = options.vllm_engine, options.case
+    timing.served_devices = options.devices
     report = Report()
     peer = load_peer(options.vllm, report)
     gc.freeze()  # as servers do, so that no old object is looked at while we time

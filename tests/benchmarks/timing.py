@@ -29,6 +29,7 @@ clock = "host"
 every_case = False  # also those that the default run leaves out, because they take minutes
 size: Size = "full" if ON_GPU else "small"
 served_case: str | None = None  # the only one that the part `served` runs
+served_devices = 1  # over which the part `served` divides models
 vllm_engine: pathlib.Path | None = None  # folder of vLLM and of what it needs beside torch
 
 
@@ -205,9 +206,13 @@ class KernelEvent(NamedTuple):
 
 
 def gpu_events(
-    call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int
+    call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, *, device: str = ""
 ) -> list[KernelEvent]:
-    """Returns the kernels and copies of some calls, in order; none where there is no GPU."""
+    """Returns the kernels and copies of some calls, in order; none where there is no GPU.
+
+    Args:
+      device: the number of one GPU; "": of all.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(repeats):
@@ -218,7 +223,7 @@ def gpu_events(
     events = [
         KernelEvent(event.name, event.start_ns, event.duration_ns)
         for plane in data.planes
-        if plane.name.startswith("/device:GPU")
+        if plane.name.startswith(f"/device:GPU:{device}")
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events

@@ -153,11 +153,32 @@ class Device:
             if kind != (was := self._kinds[name]):
                 raise ValueError(f"{name} is {kind}; the engine was made with {was}")
 
+    def placed(self, params: Any) -> Any:
+        """Returns weights sharded as those before: other shardings would compile steps anew."""
+
+        def is_elsewhere(new: Any, old: Any) -> bool:
+            both = isinstance(new, Array) and isinstance(old, Array)
+            return (
+                both and old.committed and not old.sharding.is_equivalent_to(new.sharding, new.ndim)
+            )
+
+        leaves, tree = jax.tree.flatten(params)
+        olds = jax.tree.leaves(self.params)
+        moved = [
+            at for at, pair in enumerate(zip(leaves, olds, strict=True)) if is_elsewhere(*pair)
+        ]
+        places = [olds[at].sharding for at in moved]
+        for at, leaf in zip(
+            moved, jax.device_put([leaves[at] for at in moved], places), strict=True
+        ):
+            leaves[at] = leaf
+        return tree.unflatten(leaves)
+
     def ring(self, decode_steps: int) -> UploadRing | None:
-        """Returns a ring of page-locked uploads, for a cache on one GPU."""
-        if self._only is None or self._only.platform != "gpu":
+        """Returns a ring of page-locked uploads, for a cache on GPUs."""
+        if next(iter(self._sharding.device_set)).platform != "gpu":
             return None
-        return UploadRing(depth=max(16, 4 * decode_steps), device=self._only)
+        return UploadRing(depth=max(16, 4 * decode_steps), device=self._sharding)
 
     @property
     def _is_asleep(self) -> bool:

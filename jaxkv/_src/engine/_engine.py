@@ -291,7 +291,8 @@ class Engine(Unique):
         """Takes new weights. No prompt shares what the old ones computed.
 
         Args:
-          params: arrays of the same shapes and dtypes; the old ones may be deleted by now.
+          params: arrays of the same shapes and dtypes; the old ones may be deleted by now. Those
+            that are sharded otherwise are moved between the devices, not through the host.
           in_flight: of requests that have not ended. "finish": they go on, over keys and values of
             the old weights. "restart": they start again, from their prompts; outputs of tokens that
             `step` has returned are void.

@@ -8,6 +8,7 @@ from jaxkv._src.sleeping import sleep, wake_up
 def set_params(calls: Calls, params: object, *, starts_over: bool) -> None:
     """Takes new weights; see `Engine.update`."""
     calls.device.check_like(params)
+    params = calls.device.placed(params)
     calls.settle()
     calls.is_broken = True
     calls.starts_over = starts_over

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Int32
 
-from jaxkv._src.internal.allocation import HOST_MEMORY
+from jaxkv._src.internal.allocation import HOST_MEMORY, zeros
 from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.internal.unique import Unique
 from jaxkv._src.uploads import StepShape
@@ -31,12 +32,12 @@ class UploadRing(Unique):
     jax compiles a step anew for uploads of a ring; ``shape.idle(ring)`` returns one without
     requests, to compile with before serving. Donate the cache and not the upload.
 
-    For steps on one device. Not thread-safe; one scheduler owns it.
+    Each device of a mesh has buffers of its own. Not thread-safe; one scheduler owns it.
     """
 
     why = "it owns page-locked memory; make another for each scheduler"
 
-    def __init__(self, *, depth: int = 16, device: jax.Device | None = None):
+    def __init__(self, *, depth: int = 16, device: jax.Device | Sharding | None = None):
         """Creates an empty ring; each step shape gets its buffers when it is first used.
 
         Args:
@@ -44,19 +45,28 @@ class UploadRing(Unique):
             that takes it. After twice as many at the latest, jax refuses the upload as deleted.
             Packing waits for a device that is more than ``depth`` steps behind. A shape has three
             times as many buffers.
-          device: the device that runs the steps; None: the default device.
+          device: the device that runs the steps, or the devices, as a sharding that replicates an
+            array (``cache.status.sharding``); None: the default device.
 
         Raises:
-          NotImplementedError: the device has no page-locked host memory.
+          NotImplementedError: a device has no page-locked host memory.
+          ValueError: a sharding that divides an array.
         """
         check_positive(depth=depth)
         device = next(iter(jnp.zeros(0).devices())) if device is None else device
-        check_kind(jax.Device, device=device)
-        if HOST_MEMORY not in [memory.kind for memory in device.addressable_memories()]:
-            raise NotImplementedError(
-                f"device={device} has no {HOST_MEMORY} memory; call step without a ring"
+        check_kind((jax.Device, Sharding), "a jax.Device or a jax.sharding.Sharding", device=device)
+        sharding = device if isinstance(device, Sharding) else SingleDeviceSharding(device)
+        if not sharding.is_fully_replicated:
+            raise ValueError(
+                f"device={device} divides an array; every device reads the whole upload: pass "
+                "NamedSharding(mesh, PartitionSpec())"
             )
-        self._depth, self._device = depth, device
+        for one in sharding.addressable_devices:
+            if HOST_MEMORY not in [memory.kind for memory in one.addressable_memories()]:
+                raise NotImplementedError(
+                    f"device={one} has no {HOST_MEMORY} memory; call step without a ring"
+                )
+        self._depth, self._sharding = depth, sharding
         self._buffers: dict[StepShape, _Buffers] = {}
         self._open: _Buffers | None = None  # whose buffer was returned and not flushed yet
 
@@ -71,7 +81,7 @@ class UploadRing(Unique):
         check_kind(StepShape, shape=shape)
         buffers = self._buffers.get(shape)
         if buffers is None:
-            buffers = _Buffers(shape.format.size, self._depth, self._device)
+            buffers = _Buffers(shape.format.size, self._depth, self._sharding)
             self._buffers[shape] = buffers
         view = buffers.next()
         self._open = buffers
@@ -95,19 +105,20 @@ class _Buffers:
 
     PARTS = 3
 
-    def __init__(self, size: int, depth: int, device: jax.Device):
-        host = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
+    def __init__(self, size: int, depth: int, sharding: Sharding):
+        host = sharding.with_memory_kind(HOST_MEMORY)
         # Not from NumPy arrays: some backends share their memory instead of copying it.
+        empty = zeros(((size,),), np.int32, sharding)
         self._parts = [
-            _take_back([jax.device_put(jnp.zeros(size, jnp.int32), host) for _ in range(depth)])
+            _take_back([jax.device_put(array, host) for array in empty * depth])
             for _ in range(self.PARTS)
         ]
         self._views = _views(self._parts[0])
         self._part, self._turn = 0, 0
-        addresses = {array.unsafe_buffer_pointer() for part in self._parts for array in part}
-        if len(addresses) < self.PARTS * depth:
+        addresses = [at for part in self._parts for array in part for at in _addresses(array)]
+        if len(set(addresses)) < len(addresses):
             raise NotImplementedError(
-                f"device={device} gives two buffers the same memory; call step without a ring"
+                f"{sharding} gives two buffers the same memory; call step without a ring"
             )
 
     def next(self) -> np.ndarray:
@@ -116,10 +127,13 @@ class _Buffers:
             self._parts[before] = _take_back(self._parts[before])
             self._views = _views(self._parts[after])
             self._part, self._turn = after, 0
-        return self._views[self._turn]
+        return self._views[self._turn][0]
 
     def send(self) -> Array:
         upload = self._parts[self._part][self._turn]
+        first, *others = self._views[self._turn]
+        for view in others:
+            view[:] = first
         self._turn += 1
         return upload
 
@@ -140,10 +154,14 @@ def _same(uploads: list[Array]) -> list[Array]:
     return uploads
 
 
-def _views(uploads: list[Array]) -> list[np.ndarray]:
-    """Returns the memory of host arrays, to write into, once no program reads them."""
+def _views(uploads: list[Array]) -> list[list[np.ndarray]]:
+    """Returns the memory of host arrays, of each device, to write into, once no program reads."""
     jax.block_until_ready(uploads)
-    return [_memory(upload.unsafe_buffer_pointer(), upload.size) for upload in uploads]
+    return [[_memory(at, upload.size) for at in _addresses(upload)] for upload in uploads]
+
+
+def _addresses(upload: Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in upload.addressable_shards]
 
 
 @functools.lru_cache(maxsize=4096)  # a part that was taken back has the memory that it had before

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 import jaxkv
 from tests.benchmarks import timing
 from tests.benchmarks.served import alone, jaxkv_engine, workloads
@@ -79,6 +81,11 @@ CASES = (
     Case("gemma-3-12b", chosen=OF_128),
     Case("deepseek-v2-lite", has_peer=False),
 )
+# Over several devices (`timing.served_devices`).
+DIVIDED = tuple(
+    Case(model, chosen=workloads.DIVIDED, shared_prefixes=(32,))
+    for model in ("llama-3.1-8b", "qwen3-32b", "qwen3.5-4b")
+)
 TINY = {
     **{"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 256},
     **{"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_hidden_layers": 1},
@@ -94,15 +101,17 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("Served models: seconds of a decode step, a prefill or a trace, and tokens/s")
     if timing.vllm_engine is None:
         report.note("vLLM's engine is not timed: give --vllm-engine the folder that holds it")
-    chosen = [case for case in CASES if case.name == timing.served_case]
-    chosen = chosen or CASES[: None if timing.every_case else 2]
+    cases = DIVIDED if timing.served_devices > 1 else CASES
+    chosen = [case for case in cases if case.name == timing.served_case]
+    chosen = chosen or cases[: None if timing.every_case else 2]
     for case in by_size(full=chosen, small=(), smallest=()):
         _run_case(report, case)
     if timing.size == "full" and timing.every_case and timing.served_case is None:
         config = text_config(CASES[0].model)
         _compare(report, CASES[0].name, _in_process("alone", config, [alone.TRACE]), {})
     if timing.size != "full":
-        _compare(report, "tiny", _serve_tiny(), {})
+        for devices in sorted({1, min(2, len(jax.devices()))}):
+            _compare(report, f"tiny on {devices}", _serve_tiny(devices), {})
 
 
 def _run_case(report: Report, case: Case) -> None:
@@ -112,6 +121,7 @@ def _run_case(report: Report, case: Case) -> None:
     theirs = {}
     if folder and case.has_peer:
         options = OPTIONS | {"enable_prefix_caching": case.has_groups}
+        options |= {"tensor_parallel_size": timing.served_devices}
         options |= {"kv_cache_dtype": case.kv_dtype} if case.kv_dtype else {}
         if dtype := config.get("mamba_ssm_dtype"):
             options |= {"mamba_ssm_cache_dtype": dtype, "gdn_prefill_backend": "triton"}
@@ -124,7 +134,7 @@ def _run_case(report: Report, case: Case) -> None:
 
 def _serve(config: dict[str, Any], case: Case, groups: int) -> dict[str, Any]:
     """Returns our figures; the first case starts twice, again with jax's compilation cache."""
-    options = case.kv_dtype or "", str(groups)
+    options = case.kv_dtype or "", str(groups), str(timing.served_devices)
     with tempfile.TemporaryDirectory() as cache:
         kept = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": str(MEMORY_SHARE)}
         kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -147,10 +157,10 @@ def text_config(model: str) -> dict[str, Any]:
     return text | {"architectures": [ARCHITECTURES.get(text["model_type"])]}
 
 
-def _serve_tiny() -> dict[str, Any]:
+def _serve_tiny(devices: int) -> dict[str, Any]:
     """Serves a tiny model in this process, so that the benchmark itself is tested anywhere."""
     sizes = {"max_requests": 4, "max_tokens": 8, "memory_bytes": 7168, "max_model_len": 50}
-    server = jaxkv_engine.Server(TINY, **sizes)
+    server = jaxkv_engine.Server(TINY, devices=devices, **sizes)
     return {
         workloads.name_of(workload): workloads.run(server, workload)._asdict()
         for workload in workloads.SMALLEST

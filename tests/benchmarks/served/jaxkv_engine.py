@@ -1,9 +1,10 @@
 """`jaxkv.Engine` over the workloads, in a process of its own.
 
-    python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json WORKLOADS DTYPE GROUPS
+    python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json WORKLOADS DTYPE GROUPS \
+        DEVICES
 
-DTYPE is the dtype of keys and values, or "", and GROUPS ``shared_prefixes``. The weights are
-random. The results are a mapping from names of workloads to figures.
+DTYPE is the dtype of keys and values, or "", GROUPS ``shared_prefixes``, and DEVICES their number.
+The weights are random. The results are a mapping from names of workloads to figures.
 """
 
 import collections
@@ -16,10 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
 import jaxkv
 from tests.benchmarks.served import profiling, workloads
-from tests.benchmarks.served.decoders import Decoder
+from tests.benchmarks.served.decoders import AXIS, Decoder
 from tests.benchmarks.served.workloads import Decode, Prefill, Request, Trace
 
 ROOM = 4 * 2**30  # beside weights and pool
@@ -30,6 +32,7 @@ class Server:
     """An engine with a model, driven one step at a time.
 
     max_tokens: of a step.
+    devices: over which the heads are divided.
     """
 
     def __init__(
@@ -43,13 +46,15 @@ class Server:
         max_model_len: int = MAX_LEN,
         host_memory: jaxkv.HostMemory | None = None,
         shared_prefixes: int = 0,
+        devices: int = 1,
     ):
-        self.decoder = Decoder.from_config(config, kv_dtype=kv_dtype)
+        mesh = mesh_of(devices)
+        self.decoder = Decoder.from_config(config, kv_dtype=kv_dtype, mesh=mesh)
         self.vocab = self.decoder.vocab
         params = self.decoder.init_params(jax.random.key(0), config["torch_dtype"])
         self.params = jax.block_until_ready(params)
-        self.weights_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
-        self.embedding_bytes = params["embed"].nbytes
+        self.weights_bytes = sum(map(_bytes_of_one, jax.tree.leaves(params)))
+        self.embedding_bytes = _bytes_of_one(params["embed"])
         if memory_bytes is None:
             limit = jax.devices()[0].memory_stats()["bytes_limit"]
             memory_bytes = limit - self.weights_bytes - ROOM
@@ -57,6 +62,7 @@ class Server:
         self.pool_bytes = sum(jaxkv.planning.pool_bytes(plan))
         self.engine = jaxkv.Engine(
             *(self.decoder.forward, params, plan),
+            cache=jaxkv.make_cache(plan, max_requests=max_requests, mesh=mesh, axis=mesh and AXIS),
             max_requests=max_requests,
             max_tokens=max_tokens,
             host_memory=host_memory,
@@ -88,12 +94,23 @@ class Server:
         return self.engine.has_work
 
 
+def mesh_of(devices: int) -> Mesh | None:
+    """Returns a mesh for a `Decoder`; None for one device."""
+    auto, first = (AxisType.Auto,), jax.devices()[:devices]
+    return jax.make_mesh((devices,), (AXIS,), auto, devices=first) if devices > 1 else None
+
+
+def _bytes_of_one(array: jax.Array) -> int:
+    """Returns the bytes of an array on each of its devices."""
+    return array.addressable_shards[0].data.nbytes
+
+
 def sampling(tokens: int, samples: int) -> jaxkv.Sampling:
     """Returns the sampling of a request: greedy, or several samples at temperature 1."""
     return jaxkv.Sampling(max_tokens=tokens, n=samples, temperature=float(samples > 1))
 
 
-def main(config: str, results: str, chosen: str, kv_dtype: str, groups: str) -> None:
+def main(config: str, results: str, chosen: str, kv_dtype: str, groups: str, devices: str) -> None:
     """Serves the workloads, and writes the figures after each."""
     started = time.perf_counter()
     to_run = workloads.load(chosen)
@@ -103,6 +120,7 @@ def main(config: str, results: str, chosen: str, kv_dtype: str, groups: str) -> 
         max_tokens=8192,
         kv_dtype=kv_dtype or None,
         shared_prefixes=int(groups),
+        devices=int(devices),
     )
     most = max([w.samples for w in to_run if isinstance(w, Trace)], default=1)
     server.engine.warm_up(sampling(1, most))

@@ -62,6 +62,9 @@ FULL: tuple[Workload, ...] = (
 )
 GROUPS = Trace(64, (512, 1536), (256, 1024), samples=8)
 ROLLOUTS: tuple[Workload, ...] = (GROUPS, GROUPS._replace(by_generate=True))
+DIVIDED: tuple[Workload, ...] = (
+    *(Decode(64, 2048), Decode(256, 1024), Decode(1, 2048), Prefill(4, 2048), AT_ONCE, GROUPS),
+)
 SMALLEST: tuple[Workload, ...] = (
     Trace(1, (8, 24), (2, 6), samples=2),  # first, so that steps are compiled for sampling only
     *(Decode(2, 4, steps=4), Prefill(2, 16, repeats=1)),
