@@ -60,18 +60,23 @@ def make_params(seed: int = 0) -> Params:
 
 
 @jax.default_matmul_precision("highest")  # a GPU's products of float32 are of TF32 otherwise
-def forward(params: Params, step: jaxkv.StepContext) -> jax.Array:
+def forward(params: Params, step: jaxkv.StepContext, hidden: bool = False) -> jax.Array:
     x = params["embed"][step.token_ids]
     x = x + jnp.sin(step.positions[:, None].astype(jnp.float32) * params["turn"])
     for layer in step.batch.layout.layer_numbers:
         x = x + mixed(params[layer], layer, x, step) @ params[layer]["o"]
-    return x[step.last_tokens] @ params["head"]
+    return x if hidden else x[step.last_tokens] @ params["head"]
+
+
+@jax.default_matmul_precision("highest")
+def head(params: Params, hidden: jax.Array) -> jax.Array:
+    return hidden @ params["head"]
 
 
 @jax.jit
-def forward_in_a_jit(params: Params, step: jaxkv.StepContext) -> tuple[jax.Array, Any]:
+def forward_in_a_jit(params: Params, step: jaxkv.StepContext) -> jaxkv.ModelOutput:
     """The same in a jit of its own, whose copy of the step is the one that has written."""
-    return forward(params, step), step
+    return jaxkv.ModelOutput(forward(params, step), step)
 
 
 def mixed(weights: Params, layer: str, x: jax.Array, step: jaxkv.StepContext) -> jax.Array:

@@ -31,6 +31,7 @@ from tests.engine_models import (
     VOCAB,
     forward,
     forward_in_a_jit,
+    head,
     kept,
     make_params,
     make_plan,
@@ -195,6 +196,22 @@ def test_an_engine_begins_with_no_figures_and_room_for_few_copies() -> None:
     engine = jaxkv.Engine(forward, make_params(), plan, max_requests=40, max_tokens=48)
     assert not any(dataclasses.astuple(engine.stats))
     assert {shape.block_copies for shape in engine._buckets.shapes} == {32}
+
+
+@functools.cache
+def engine_with_head() -> jaxkv.Engine:
+    """With a model that returns hidden states, in a `ModelOutput`."""
+
+    @jax.jit
+    def hidden(params: Any, step: jaxkv.StepContext) -> jaxkv.ModelOutput:
+        return jaxkv.ModelOutput(forward(params, step, hidden=True), step)
+
+    return jaxkv.Engine(hidden, make_params(), make_plan(ALL, TIGHT), head=head, **SIZES)
+
+
+def test_an_engine_with_a_head_draws_the_same_tokens() -> None:
+    requests = random_requests(2, 12)
+    assert_right(run(engine_with_head(), requests), requests)
 
 
 def test_what_an_engine_is_given_reaches_its_parts() -> None:
@@ -867,6 +884,10 @@ def logits_of_all(params: Any, step: jaxkv.StepContext) -> Any:
     return jnp.zeros((step.token_ids.size, VOCAB))
 
 
+def hidden_states(params: Any, step: jaxkv.StepContext) -> Any:
+    return forward(params, step, hidden=True)
+
+
 def made(**options: Any) -> jaxkv.Engine:
     """Makes an engine of the tests, with some arguments replaced."""
     given = {"forward": forward, "params": make_params(), "plan": make_plan(("full",))}
@@ -1048,6 +1069,23 @@ MISTAKES = {
         lambda e: made(forward=lambda params, step: no_logits(params, step)[:4, None]),
         TypeError,
         "forward returned logits of dtype int32; they are floats",
+    ),
+    "a head that is none": (lambda e: made(head=3), TypeError, "head must be a function .*got int"),
+    "logits of last tokens beside a head": (
+        lambda e: made(head=head),
+        ValueError,
+        r"forward returned an array of shape \(4, 50\); it returns the hidden states of all "
+        r"tokens, \[16, ...\], because the Engine has a head",
+    ),
+    "hidden states of ints": (
+        lambda e: made(forward=no_logits, head=head),
+        TypeError,
+        "forward returned hidden states of dtype int32; they are floats",
+    ),
+    "a head of one token": (
+        lambda e: made(forward=hidden_states, head=lambda params, x: head(params, x)[0]),
+        ValueError,
+        r"head returned an array of shape \(50,\); it returns the logits of the hidden states that",
     ),
     "swapped": (
         lambda e: jaxkv.Engine(make_params(), forward, make_plan(), **SIZES),

@@ -348,7 +348,7 @@ def only_one_period(step: Step, one: Any = 1) -> Any:
         (keys_forgotten, "layer='layers.0' is read and this step has not written it"),
         (after_its_end, "this step has ended; make a StepContext of the next upload"),
         (lost_in_a_scan, r"a scan or a jit that it was not passed to; pass .* jax.lax.scan"),
-        (lost_in_a_jit, r"a copy of this step has written since.* returns \(logits, step\)"),
+        (lost_in_a_jit, r"a copy of this step has written since.* returns jaxkv.ModelOutput\(l"),
         (stale_copy, "layer='layers.0': a copy of this step has written since"),
         *(
             (functools.partial(model, one=one), said)

@@ -1,7 +1,8 @@
 """An engine that generates tokens with a model, and its sampler."""
 
 from jaxkv._src.engine._engine import Engine
+from jaxkv._src.engine._model import ModelOutput
 from jaxkv._src.engine._outputs import Output, Stats
 from jaxkv._src.engine._sampling import Sampling
 
-__all__ = ["Engine", "Output", "Sampling", "Stats"]
+__all__ = ["Engine", "ModelOutput", "Output", "Sampling", "Stats"]

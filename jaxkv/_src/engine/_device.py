@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv._src.cache import KVCache, check_cache
+from jaxkv._src.engine._model import Model
 from jaxkv._src.engine._outputs import StepOptions
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
@@ -23,7 +24,6 @@ from jaxkv._src.sleeping import CacheTemplate, SleepError, SleepingCache
 from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
 from jaxkv._src.uploads import Upload
 
-Forward = Callable[[Any, StepContext], Any]
 Uploads = tuple[Upload, ...]  # of one shape
 State = tuple[KVCache, Array]  # and int32[N], see `Device`; between two calls
 Arrays = dict[str, Array]  # of a call by name; each array costs the host 2 to 5 us
@@ -42,14 +42,14 @@ class Device:
     may_be_lost: whether an exception has ended a call that may have taken the arrays along.
     """
 
-    def __init__(self, forward: Forward, params: Any, cache: KVCache, num_sampled: int):
+    def __init__(self, model: Model, params: Any, cache: KVCache, num_sampled: int):
         """Puts what is missing on the device.
 
         Args:
           cache: from `make_cache`, which is donated.
           num_sampled: tokens of the latest steps to keep for the steps that follow.
         """
-        self._forward, self.params, self.options = forward, params, StepOptions()
+        self._model, self.params, self.options = model, params, StepOptions()
         self.vocab_size, self.host_blocks, self._kinds = 0, HostBlocks(), _kinds_of(params)
         check_cache(cache)
         _check_free(cache)
@@ -223,12 +223,10 @@ class Device:
     ) -> tuple[State, Arrays]:
         context = StepContext(state[0], upload, newest_tokens=state[1])
         has_ended = context.skip_ended() if may_have_ended else None
-        result = self._forward(params, context)
-        has_step = isinstance(result, tuple) and [*map(type, result[1:])] == [StepContext]
-        logits, context = result if has_step else (result, context)
-        _check_logits(logits, context.batch.shape.batch_size)
+        computed = self._model.run(params, context)
+        logits = computed.logits
         self.vocab_size = logits.shape[-1]
-        cache, of = context.done(), fields_of(context.batch.extra[upload.shape.max_tokens :])
+        cache, of = computed.step.done(), fields_of(context.batch.extra[upload.shape.max_tokens :])
         tokens, logprobs = draw(logits, of, options.kind)
         sampled = tokens
         if has_ended is not None:
@@ -269,18 +267,6 @@ def _has_deleted(tree: Any) -> bool:
     """Returns whether an array of jax in a pytree was deleted or donated."""
     leaves = jax.tree.leaves(tree)
     return any([isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves])
-
-
-def _check_logits(logits: Any, batch: int) -> None:
-    shape = getattr(logits, "shape", None)
-    if shape is None or len(shape) != 2 or shape[0] != batch:
-        given = type(logits).__name__ if shape is None else f"an array of shape {shape}"
-        raise ValueError(
-            f"forward returned {given}; it returns the logits of each request's last token, "
-            f"[{batch}, vocab]: index with step.last_tokens; or (logits, step)"
-        )
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"forward returned logits of dtype {logits.dtype}; they are floats")
 
 
 def _kinds_of(params: Any) -> dict[str, str]:

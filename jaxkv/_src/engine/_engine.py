@@ -6,7 +6,8 @@ from typing import Any, Literal
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
-from jaxkv._src.engine._device import Device, Forward
+from jaxkv._src.engine._device import Device
+from jaxkv._src.engine._model import Forward, Head, Model
 from jaxkv._src.engine._outputs import Kind, Output, Stats, StepOptions
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._progress import with_progress
@@ -41,8 +42,8 @@ class Engine(Unique):
             print(output.request, output.tokens, output.finish_reason)
 
     ``forward(params, step)`` is the model: it computes the tokens of a `StepContext` and returns
-    the logits of each request's last one, [B, vocab]; or ``(logits, step)``, if it carried the step
-    through a scan or a jit of its own.
+    the logits of each request's last one, [B, vocab]; or, with ``head``, the hidden states of all
+    tokens. A `ModelOutput` holds more, such as a step that went through a scan or a jit.
 
     Steps come in few shapes, each compiled once: at first use, or before by `warm_up`. The host is
     a step ahead of the device, to which tokens go on without passing through the host. Equal
@@ -64,6 +65,7 @@ class Engine(Unique):
         *,
         max_requests: int,
         max_tokens: int,
+        head: Head | None = None,
         decode_steps: int = 1,
         chunk_tokens: int | None = None,
         forks: int | None = None,
@@ -80,6 +82,9 @@ class Engine(Unique):
           forward: the model, see above; traced once for each shape.
           params: its weights, any pytree of arrays.
           plan: from `plan_cache`.
+          head: ``head(params, hidden)`` returns the logits, [N, vocab], of N of the hidden states
+            that ``forward`` returns then: those of last tokens, and of others where they are
+            asked for. None: ``forward`` returns the logits of last tokens.
           max_requests: samples that run at the same time.
           max_tokens: tokens of a step over all its requests.
           decode_steps: steps of one token for each request that one call of the device runs. More
@@ -105,12 +110,17 @@ class Engine(Unique):
         Raises:
           TypeError, ValueError: arguments that contradict each other; a plan with cross attention,
             for which use a `Scheduler` and a loop of your own; what ``forward`` raises for
-            the largest step; logits that are not [B, vocab].
+            the largest step; logits or hidden states of another shape.
         """
         if not callable(forward):
             raise TypeError(
                 f"forward must be a function of params and a step, got {type(forward).__name__}; "
                 "the order is Engine(forward, params, plan)"
+            )
+        if head is not None and not callable(head):
+            raise TypeError(
+                "head must be a function of params and hidden states, or None; got "
+                f"{type(head).__name__}"
             )
         check_kind(Plan, "what plan_cache returned", plan=plan)
         if stores_encoder_tokens(plan):
@@ -144,7 +154,7 @@ class Engine(Unique):
         num_sampled = (
             lookahead + 2
         ) * max_requests  # of idle steps, and of those not collected yet
-        self._device = Device(forward, params, cache, num_sampled)
+        self._device = Device(Model(forward, head), params, cache, num_sampled)
         if reproducible:
             self._device.options = StepOptions(Kind.LIMITED)  # one compiled step for all samplings
         self._device.trace((self._buckets.to_trace.idle(),))

@@ -1,4 +1,4 @@
-"""What a step computes for its requests, and what they get: `Output`. No jax."""
+"""`Output`, and the options of steps. No jax."""
 
 import dataclasses
 import enum
@@ -18,7 +18,7 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What a step computes for its requests. Static: each has a compiled step of its own.
+    """The computations of a step. Static: each has a compiled step of its own.
 
     kind: of the sampler.
     """

@@ -110,7 +110,7 @@ class Sampling:
 
     @property
     def step_options(self) -> StepOptions:
-        """What steps compute for this."""
+        """The computations of steps for this."""
         if self.temperature == 0:
             return StepOptions(Kind.GREEDY)
         has_limits = self.top_k is not None or self.top_p < 1 or self.min_p > 0

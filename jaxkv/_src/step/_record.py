@@ -39,7 +39,7 @@ class StepRecord:
         if calls != self.calls:
             raise ValueError(
                 f"{what}: a copy of this step has written since, in a scan or in a jit of its own; "
-                f"{IN_A_SCAN}; a forward function returns (logits, step) then"
+                f"{IN_A_SCAN}; a forward function returns jaxkv.ModelOutput(logits, step) then"
             )
         here = status + 0  # jax has no public name for the trace that runs
         if getattr(here, "_trace", None) is not getattr(status, "_trace", None):
