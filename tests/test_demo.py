@@ -122,7 +122,7 @@ def test_the_command_tells_a_short_story_with_the_result_at_its_end(
 
 
 def test_a_nan_is_no_agreement() -> None:
-    output = jaxkv.Output(0, 0, [1, 2], [np.nan, 0.0], "length")
+    output = jaxkv.Output(0, 0, [1, 2], [np.nan, 0.0], [0, 0], "length")
     assert np.isnan(compare(served_by("fp8_e4m3"), [[3]], [output])[0])
 
 

@@ -624,6 +624,38 @@ def test_new_weights(in_flight: Any) -> None:
         assert outputs == fresh
 
 
+@pytest.mark.parametrize("decode_steps", [1, 3])
+def test_tokens_that_are_kept_are_computed_again_by_new_weights(decode_steps: int) -> None:
+    """Each token is that of the weights whose version it has, over all tokens before it."""
+    engine, layers = make_engine(), ALL
+    if decode_steps == 3:
+        engine, layers = engine_of_three_steps(), ("full", "state")
+    requests, first = random_requests(0, 6), engine._samples.version
+    engine.update(make_params())
+    engine.update(make_params())
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    told: dict[Any, tuple[list[int], list[int]]] = {}
+    for steps in itertools.count():
+        for output in engine.step():
+            tokens, version = told.setdefault((output.request, output.sample), ([], []))
+            tokens += output.tokens
+            version += output.version
+        if not engine.has_work:
+            break
+        if steps in (3, 5):
+            engine.update(make_params(steps - 2), in_flight="recompute")
+    engine.update(make_params())
+    assert {v - first for _, version in told.values() for v in version} == {2, 3, 4}
+    for (name, number), (tokens, version) in told.items():
+        output = Output(name, number, tokens, None, version, None)
+        right = [
+            redrawn(make_params(seed), layers, *requests[name], output, NEW).tokens
+            for seed in (0, 1, 3)
+        ]
+        assert tokens == [right[v - first - 2][at] for at, v in enumerate(version)]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_requests_go_on_after_sleep(level: int) -> None:
     engine, requests = make_engine(), random_requests(0, 6)
@@ -633,7 +665,7 @@ def test_requests_go_on_after_sleep(level: int) -> None:
 
     def note(new: list[Output]) -> None:
         for o in new:
-            old = outputs.get((o.request, o.sample), Output(0, 0, [], [], None))
+            old = outputs.get((o.request, o.sample), Output(0, 0, [], [], [], None))
             outputs[o.request, o.sample] = o._replace(
                 tokens=old.tokens + o.tokens, logprobs=(old.logprobs or []) + (o.logprobs or [])
             )
@@ -968,7 +1000,7 @@ MISTAKES = {
     "what becomes of others": (
         lambda e: e.update(make_params(), in_flight="abort"),
         ValueError,
-        "in_flight='abort'; use one of 'finish', 'restart'",
+        "in_flight='abort'; use one of 'finish', 'restart', 'recompute'",
     ),
     "a prompt that leaves no token": (
         lambda e: e.add("r", [1] * 48),

@@ -166,6 +166,7 @@ def test_an_interrupt_in_any_place_of_generate_and_of_others_is_made_good() -> N
         lambda: sleep(2),
         lambda: engine.update(params),
         lambda: engine.update(params, in_flight="restart"),
+        lambda: engine.update(params, in_flight="recompute"),
         engine.restart,
     ]
     for call in calls:

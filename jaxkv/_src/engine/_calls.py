@@ -105,7 +105,7 @@ class Calls:
             if sample.reason is None and (reason := sample.end_reason()) is not None:
                 self._note(sample).reason = reason
             if sample.reason is None and self.starts_over:
-                del sample.tokens[sample.num_prompt :]
+                sample.forget_tokens()
                 self.changed.pop(sample, None)
         self.starts_over = False
         samples.restart()

@@ -1,7 +1,7 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
@@ -14,10 +14,9 @@ from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._samples import Sample, Samples
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.engine._shape_buckets import ShapeBuckets, check_reproducible
-from jaxkv._src.engine._states import awake, fall_asleep, set_params, warm_up
+from jaxkv._src.engine._states import InFlight, awake, fall_asleep, set_params, warm_up
 from jaxkv._src.internal.checks import (
     check_at_most,
-    check_choice,
     check_count,
     check_flag,
     check_kind,
@@ -297,21 +296,21 @@ class Engine(Unique):
 
     # --- weights and memory -------------------------------------------------------
 
-    def update(self, params: Any, *, in_flight: Literal["finish", "restart"] = "finish") -> None:
+    def update(self, params: Any, *, in_flight: InFlight = "finish") -> None:
         """Takes new weights. No prompt shares what the old ones computed.
 
         Args:
           params: arrays of the same shapes and dtypes; the old ones may be deleted by now. Those
             that are sharded otherwise are moved between the devices, not through the host.
           in_flight: of requests that have not ended. "finish": they go on, over keys and values of
-            the old weights. "restart": they start again, from their prompts; outputs of tokens that
-            `step` has returned are void.
+            the old weights. "recompute": they keep their tokens, whose keys and values are computed
+            again. "restart": they start again, from their prompts; outputs of tokens that `step`
+            has returned are void. `Output.version` tells the weights of each token.
 
         Raises:
           ValueError: other arrays than the engine was made with.
         """
-        check_choice(("finish", "restart"), in_flight=in_flight)
-        set_params(self._calls, params, starts_over=in_flight == "restart")
+        set_params(self._calls, params, in_flight)
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.

@@ -37,6 +37,8 @@ class Output(NamedTuple):
     sample: 0 to n - 1.
     tokens: from `Engine.generate` all of them, from `Engine.step` those since its last output.
     logprobs: of these tokens; None: the request did not ask for them.
+    version: of the weights that each of these tokens was sampled with: calls of `Engine.update`
+      before it.
     finish_reason: "stop", "length" or "abort"; None: it goes on.
     """
 
@@ -44,6 +46,7 @@ class Output(NamedTuple):
     sample: int
     tokens: list[int]
     logprobs: list[float] | None
+    version: list[int]
     finish_reason: FinishReason | None
 
 

@@ -35,6 +35,7 @@ class Sample:
     seed: of its request's random numbers.
     index: in the scheduler and in `Samples`; -1: none.
     number: of its request's samples.
+    version_starts: for each version of the weights, how many tokens were there when it came.
     """
 
     name: Hashable
@@ -48,6 +49,7 @@ class Sample:
     index: int = -1
     logprobs: array.array[float] = dataclasses.field(default_factory=lambda: array.array("f"))
     reason: FinishReason | None = None
+    version_starts: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def add_logprob(self, logprob: float) -> None:
         """Adds the log-probability of the next token, in place of one of an interrupted call."""
@@ -66,7 +68,22 @@ class Sample:
         tokens, logprobs = self.tokens[start:].tolist(), None
         if self.sampling.logprobs:
             logprobs = self.logprobs[start - self.num_prompt :][: len(tokens)].tolist()
-        return _new_output((self.request, self.number, tokens, logprobs, self.reason))
+        version = self._versions(start, len(tokens))
+        return _new_output((self.request, self.number, tokens, logprobs, version, self.reason))
+
+    def _versions(self, start: int, count: int) -> list[int]:
+        """Returns the version of the weights of each token from position ``start`` on."""
+        (version, _), *later = self.version_starts.items()
+        versions = [version] * count
+        for version, first in later:
+            at = max(0, first - start)
+            versions[at:] = [version] * (count - at)
+        return versions
+
+    def forget_tokens(self) -> None:
+        """Forgets all but the prompt."""
+        del self.tokens[self.num_prompt :]
+        self.version_starts.clear()
 
 
 class Samples:
@@ -78,11 +95,12 @@ class Samples:
     records: a `RECORD` of each, as it was sent last.
     num_known, ends: int64[N], tokens of each that the host knows, and those that it may have.
     is_watched: whether each has stop tokens or asks for log-probabilities, int64[N].
+    version: of the weights of the tokens to come.
     """
 
     def __init__(self, max_model_len: int, seed: int):
         self._max_model_len, self._seeds = max_model_len, np.random.default_rng(seed)
-        self.tokens: dict[Hashable, array.array[int]] = {}
+        self.version, self.tokens = 0, dict[Hashable, array.array[int]]()
         self.of_request: dict[Hashable, list[Sample]] = {}
         self._reserve(64)
 
@@ -137,6 +155,7 @@ class Samples:
             for name, part in zip(names, parts, strict=True):
                 getattr(self, name)[: part.size] = part
         sample.index = index
+        sample.version_starts.setdefault(self.version, len(sample.tokens))
         self.by_index[index], self.tokens[sample.name] = sample, sample.tokens
         last = sample.end - sample.num_prompt - 1
         self.records[index] = record_of(sample.sampling, sample.seed, sample.number, last)
@@ -155,6 +174,11 @@ class Samples:
         self._reserve(64)
         for sample in self.listed():
             self.add(sample, sample.index)
+
+    def note_version(self) -> None:
+        """Notes which tokens of each sample came before the present weights."""
+        for sample in self.listed():
+            sample.version_starts.setdefault(self.version, len(sample.tokens))
 
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""

@@ -1,23 +1,30 @@
 """Changes of an engine's state between its steps: weights, sleep and compilation."""
 
+from typing import Literal, get_args
+
 from jaxkv._src.engine._calls import Calls
 from jaxkv._src.engine._sampling import Sampling
+from jaxkv._src.internal.checks import check_choice
 from jaxkv._src.sleeping import sleep, wake_up
 
+InFlight = Literal["finish", "restart", "recompute"]
 
-def set_params(calls: Calls, params: object, *, starts_over: bool) -> None:
+
+def set_params(calls: Calls, params: object, in_flight: InFlight) -> None:
     """Takes new weights; see `Engine.update`."""
+    check_choice(get_args(InFlight), in_flight=in_flight)
     calls.device.check_like(params)
     params = calls.device.placed(params)
     calls.settle()
-    calls.is_broken = True
-    calls.starts_over = starts_over
-    calls.device.params = params
-    if starts_over:
-        calls.rebuild()
-    else:
+    samples, calls.is_broken = calls.packer.samples, True
+    calls.starts_over = in_flight == "restart"
+    calls.device.params, samples.version = params, samples.version + 1
+    if in_flight == "finish":
+        samples.note_version()
         calls.packer.manager.new_epoch()
         calls.is_broken = False
+    else:
+        calls.rebuild()
 
 
 def fall_asleep(calls: Calls, level: int) -> int:
