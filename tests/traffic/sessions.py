@@ -30,14 +30,16 @@ POINTS = ("unpacked", "packed", "unsent", "sent", "waiting")
 class Story:
     """A sample as outputs have told of it.
 
-    versions: the weights of its tokens and these tokens; None: of several weights. There are two
-      where outputs do not say whether a sample ended before new weights, or starts again.
+    answers: its tokens, and the version of the weights of each. There are two where outputs do not
+      say whether a sample ended before new weights, or starts again.
+    mixed: versions of tokens that follow from keys and values of several weights.
     """
 
     prompt: list[int]
     sampling: jaxkv.Sampling
     index: int
-    versions: list[tuple[int | None, list[int]]]
+    answers: list[tuple[list[int], list[int]]]
+    mixed: set[int] = dataclasses.field(default_factory=set)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     is_aborted: bool = False
     has_ended: bool = False
@@ -210,8 +212,7 @@ class Traffic:
 
     def note(self, name: Hashable, prompt: list[int], sampling: jaxkv.Sampling) -> None:
         for index in range(sampling.n):
-            new = Story(prompt, sampling, index, [(self.weights, [])])
-            self.stories[name, index] = new
+            self.stories[name, index] = Story(prompt, sampling, index, [([], [])])
 
     def abort(self) -> None:
         if not self.stories:
@@ -226,15 +227,15 @@ class Traffic:
             story.is_aborted |= one == name
 
     def update(self) -> None:
-        in_flight: Any = self.draw.choice(["finish", "restart"])
+        in_flight: Any = self.draw.choice(["finish", "restart", "recompute"])
         self.weights += 1
         self.say(f"update({self.weights}, in_flight={in_flight!r})")
         self.engine.update(make_params(self.model.layers, self.weights), in_flight=in_flight)
         for story in self.stories.values():
             if in_flight == "finish":
-                story.versions = [(None, tokens) for _, tokens in story.versions]
-            else:
-                story.versions.append((self.weights, []))
+                story.mixed.add(self.weights)
+            elif in_flight == "restart":
+                story.answers.append(([], []))
 
     def sleep(self) -> None:
         level = self.draw.choice([1, 2])
@@ -269,22 +270,24 @@ class Traffic:
         story = self.stories[output.request, output.sample]
         assert output.tokens or output.finish_reason, "an output that tells nothing"
         assert (output.logprobs is not None) == story.sampling.logprobs
-        for _, tokens in story.versions:
+        assert len(output.version) == len(output.tokens)
+        for tokens, version in story.answers:
             tokens += output.tokens
+            version += output.version
         story.logprobs += output.logprobs or []
         if output.finish_reason is None:
             # A sample that ended before new weights has told all since.
-            story.versions = story.versions[-1:]
+            story.answers = story.answers[-1:]
             return
         del self.stories[output.request, output.sample]
-        faults = [self.fault(story, *version, output.finish_reason) for version in story.versions]
+        faults = [self.fault(story, *answer, output.finish_reason) for answer in story.answers]
         assert "" in faults, f"{output.request!r}, {output.sample}: {faults[-1]}"
-        _, tokens = story.versions[faults.index("")]
+        tokens, _ = story.answers[faults.index("")]
         self.finished.append([*story.prompt, *tokens])
         self.seen["tokens"] += len(tokens)
         self.seen[output.finish_reason] += 1
 
-    def fault(self, story: Story, weights: int | None, tokens: list[int], reason: str) -> str:
+    def fault(self, story: Story, tokens: list[int], version: list[int], reason: str) -> str:
         """Returns what is wrong with an answer, or ""."""
         sampling = story.sampling
         stops = [token in sampling.stop_token_ids for token in tokens]
@@ -295,25 +298,31 @@ class Traffic:
         wanted = "stop" if any(stops) else wanted
         if reason != wanted:
             return f"{tokens} end with {reason!r} and not {wanted!r}"
-        if weights is None:
-            return ""
+        if version != sorted(version) or not {*version} <= {*range(self.weights + 1)}:
+            return f"versions {version}"
         layers, prompt = self.model.layers, story.prompt
-        ids = [*prompt, *tokens]
-        right = candidates(layers, make_weights(layers, weights), ids)
-        first, second = (one[len(prompt) - 1 : -1].tolist() for one in right)
+        ids, answers = [*prompt, *tokens], dict[int, Any]()
+        for weights in {*version} - story.mixed:
+            right = candidates(layers, make_weights(layers, weights), ids)
+            answers[weights] = np.array(right)[:, len(prompt) - 1 : -1].tolist()
         limits = sampling.top_k, sampling.top_p, sampling.min_p
         is_greedy = sampling.temperature == 0 or limits != (None, 1.0, 0.0)
-        for at, token in enumerate(tokens):
-            if token != first[at] and (is_greedy or token != second[at]):
-                return f"token {at} is {token} and not {first[at]} or {second[at]} of {tokens}"
+        told = np.zeros(len(tokens))
+        for at, (token, weights) in enumerate(zip(tokens, version, strict=True)):
+            if weights in story.mixed:
+                told[at] = np.nan
+                continue
+            first, second = (one[at] for one in answers[weights])
+            if token != first and (is_greedy or token != second):
+                return f"token {at} is {token} and not {first} or {second} of {tokens}"
+            told[at] = SECOND * (token != first) - np.log(1 + np.exp(SECOND))
             how = sampling.seed, story.index, sampling.temperature
             place = weights, is_greedy or how, tuple(ids[: len(prompt) + at]), at
             if self.sampled.setdefault(place, token) != token:
                 return f"token {at} of {tokens} is another one for the same seed"
-        if sampling.logprobs and tokens and len(story.versions) == 1:
-            total = np.log(1 + np.exp(SECOND))
-            told = [SECOND * (one != two) - total for one, two in zip(tokens, first, strict=True)]
-            if not np.allclose(story.logprobs[-len(told) :], told, atol=1e-5):
+        if sampling.logprobs and tokens and len(story.answers) == 1:
+            logprobs = np.where(np.isnan(told), np.nan, story.logprobs[-len(told) :])
+            if not np.allclose(logprobs, told, atol=1e-5, equal_nan=True):
                 return f"log-probabilities {story.logprobs} of {tokens}"
         return ""
 
