@@ -19,7 +19,7 @@ from jaxkv._src.planning import (
     plan_cache,
 )
 from jaxkv._src.planning._choice import in_small_blocks as planned_in_small_blocks
-from jaxkv._src.planning._choice import may_waste_states, warning
+from jaxkv._src.planning._choice import may_waste_states
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
 from tests.layer_examples import (
     LIMITS,
@@ -124,31 +124,6 @@ def test_no_gain_in_requests_is_worth_a_shorter_longest_request() -> None:
     )
 
 
-def test_requests_at_once_decide_and_bytes_only_between_equals() -> None:
-    """Both take 17,920 bytes for a request; blocks that are smaller leave fewer over."""
-    layers = by_name([full(block_size=4)] * 10)
-    layers |= {f"w{i}": sliding(3, block_size=4, num_kv_heads=1) for i in range(19)}
-    options: dict[str, Any] = {"max_model_len": 225, "request_len": 19}
-    options["limits"] = Limits(max_in_flight_tokens=8)
-    auto, least = (
-        plan_cache(layers, 4_575_232, grouping=g, **options) for g in ("auto", "least_waste")
-    )
-    assert request_bytes(auto, 19) == request_bytes(least, 19) == 17_920
-    assert (len(auto.groups), auto.requests_that_fit(19)) == (2, 254)
-    assert (len(least.groups), least.requests_that_fit(19)) == (10, 255)
-
-
-def test_with_an_override_groupings_compare_by_bytes() -> None:
-    """More requests at once would only mean larger blocks."""
-    options: dict[str, Any] = {"num_blocks_override": 80, "request_len": 20}
-    rule, auto, least = (
-        plan_of(FEW_GROUPS, grouping=grouping, **options)
-        for grouping in ("rule", "auto", "least_waste")
-    )
-    assert rule.groups == auto.groups and not rule.compared and not least.compared
-    assert request_bytes(least, 20) <= request_bytes(rule, 20)
-
-
 def test_the_bytes_of_a_request_count_all_workers() -> None:
     """The grouping with the fewest bytes on the widest worker takes 5,632 bytes, this one 5,120."""
     layers = by_name([full(block_size=4)] + [sliding(block_size=4, num_kv_heads=1)] * 5)
@@ -160,34 +135,6 @@ def test_the_bytes_of_a_request_count_all_workers() -> None:
         for grouping in ("rule", "packed", "least_waste")
     )
     assert request_bytes(least, 20) < min(request_bytes(rule, 20), request_bytes(packed, 20))
-
-
-@pytest.mark.parametrize("window", [3, 6, 12])
-def test_of_equal_requests_and_bytes_the_fewest_groups_are_taken(window: int) -> None:
-    """Group sizes are tried before packing, and that of one layer needs as many bytes."""
-    layers = by_name([full(block_size=2)] * 4)
-    layers |= {f"w{i}": sliding(window, block_size=8) for i in range(3)}
-    options: dict[str, Any] = {"max_model_len": 40, "limits": Limits(max_in_flight_tokens=8)}
-    least, packed = (
-        plan_cache(layers, 2**18, grouping=g, **options) for g in ("least_waste", "packed")
-    )
-    assert least.groups == packed.groups and len(least.groups) == 4
-
-
-def test_between_equals_the_rule_wins_even_if_packing_saves_bytes() -> None:
-    layers = by_name([full(block_size=4)] + [sliding(block_size=4, num_kv_heads=1)] * 5)
-    memory = 12 * sum(spec.page_bytes for spec in layers.values())
-    options: dict[str, Any] = {"max_model_len": 40, "request_len": 20}
-    options["limits"] = Limits(max_in_flight_tokens=8)
-    auto, packed = (plan_cache(layers, memory, grouping=g, **options) for g in ("auto", "packed"))
-    assert request_bytes(packed, 20) < request_bytes(auto, 20)
-    assert [(of.grouping, of.requests) for of in auto.compared] == [("rule", 2), ("packed", 2)]
-
-
-def test_figures_are_of_requests_as_long_as_the_fitted_length() -> None:
-    *_, least, _ = small_model(8, 3, 200_000)
-    assert least.max_model_len < 308
-    assert least.compared[0].requests == least.requests_that_fit(least.max_model_len) == 1
 
 
 def test_least_waste_runs_more_of_deepseek_v4_at_8k_and_says_at_what_price() -> None:
@@ -243,14 +190,6 @@ def test_auto_keeps_to_the_rule_where_packing_runs_no_more(layers, request_len) 
     assert chosen.requests == plan.requests_that_fit(request_len) >= other.requests
 
 
-@pytest.mark.parametrize("grouping", ["rule", "packed"])
-def test_a_grouping_given_by_name_is_not_compared(grouping) -> None:
-    plan = plan_of(FEW_GROUPS, grouping=grouping, request_len=20)
-    assert plan.groups == make_groups(FEW_GROUPS, grouping=grouping)
-    assert plan.compared == () and plan.request_len == 20
-    assert str(plan).splitlines()[-1].startswith("usual requests   20 tokens: ")
-
-
 def test_a_usual_request_must_fit_as_well() -> None:
     layers = {"a": full(block_size=4)}
     options: dict[str, Any] = {"max_model_len": 1000, "fit_max_model_len": True}
@@ -296,14 +235,6 @@ def test_a_page_wastes_states_if_over_half_of_it_is_unused(elements: int) -> Non
         ) == (used < 1 / 2)
     for alone in (full(page_bytes_padded=4096), small):
         assert not may_waste_states(make_groups({"a": alone}))
-
-
-@pytest.mark.parametrize(("then", "warns"), [(8, False), (9, True)])
-def test_twice_the_requests_are_no_warning_yet(then: int, warns: bool, monkeypatch) -> None:
-    plan, small = (plan_cache(hybrid(), 80 * GIB, max_model_len=length) for length in (64, 128))
-    fitting = lambda asked, length: 4 if asked is plan else then  # noqa: E731
-    monkeypatch.setattr(Plan, "requests_that_fit", fitting)
-    assert bool(warning(plan, small)) == warns
 
 
 @pytest.mark.parametrize("request_len", [None, 1000])

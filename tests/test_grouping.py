@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import (
     Group,
     Plan,
@@ -26,7 +25,6 @@ from jaxkv._src.specs import (
     LayerSpec,
     MLASpec,
     SlidingWindowMLASpec,
-    SlidingWindowSpec,
     StateSpec,
 )
 from tests.layer_examples import (
@@ -99,12 +97,6 @@ def test_attention_blocks_grow_until_their_page_holds_a_state(attention, states)
     assert placed(make_groups(layers, grouping="packed")) == held(layers)
 
 
-@given(st.lists(TOKEN_SPECS, min_size=1, max_size=4))
-def test_without_states_no_block_grows(specs) -> None:
-    layers = by_name(specs)
-    assert placed(make_groups(layers, grouping="packed")) == layers
-
-
 @pytest.mark.parametrize(
     ("spec", "state_page_bytes", "block_size"),
     [
@@ -126,45 +118,7 @@ def test_the_hybrid_block_is_the_smallest_multiple_that_holds_a_state(
     assert block_that_holds(spec, state_page_bytes) == block_size
 
 
-def test_states_follow_the_attention_blocks_of_their_own_size() -> None:
-    wide = state(shapes=((1000,), (2, 4)))  # 2,032 bytes
-    layers = {"narrow": full(num_kv_heads=1), "kv": sliding(), "s": wide}
-    layers["other"] = dataclasses.replace(wide, block_size=8)
-    groups = make_groups(layers, grouping="packed")
-    sizes = {name: spec.block_size for name, spec in placed(groups).items()}
-    assert sizes == {"narrow": 64, "kv": 32, "s": 64, "other": 8}
-
-
-def test_blocks_that_hold_a_state_let_many_more_requests_run() -> None:
-    """Attention asked for in 16 tokens next to Qwen3.5's states, enlarged and padded."""
-    layers = layers_from_config(load_config("qwen3.5-4b"))
-    (page,) = {spec.page_bytes for spec in layers.values() if isinstance(spec, StateSpec)}
-    padded = {
-        name: dataclasses.replace(spec, page_bytes_padded=page)
-        if isinstance(spec, FullAttentionSpec)
-        else spec
-        for name, spec in layers.items()
-    }
-    enlarged, wasteful = (
-        plan_cache(model, 40 * 2**30, max_model_len=8192) for model in (layers, padded)
-    )
-    assert {group.block_size for group in enlarged.groups} == {528}
-    assert {group.block_size for group in wasteful.groups} == {16}
-    assert enlarged.requests_that_fit(8192) == 130
-    assert wasteful.requests_that_fit(8192) == 4
-
-
 # --- pages of one size ------------------------------------------------------------
-
-
-def test_a_padded_page_is_padded_further_and_gets_no_more_tokens() -> None:
-    padded, large = full(page_bytes_padded=2048), full(num_kv_heads=8)
-    assert (padded.page_bytes, large.page_bytes) == (2048, 4096)
-    unified = unify_pages({"padded": padded, "large": large})
-    assert {spec.page_bytes for spec in unified.values()} == {4096}
-    assert unified["padded"].block_size == padded.block_size
-    latent = mla(block_size=2, page_bytes_padded=4096)
-    assert unify_pages({"latent": latent, "large": large})["latent"] == latent
 
 
 @st.composite
@@ -259,19 +213,6 @@ def test_layers_that_need_different_blocks_never_share_a_group(
     assert {frozenset(group.layers) for group in groups} >= {frozenset("b")}
 
 
-@pytest.mark.parametrize("grouping", ["auto", "rule", "least_waste"])
-def test_layers_whose_pages_are_alike_by_chance_share_no_group(grouping) -> None:
-    like = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
-    specs = {
-        "full": like,
-        "wide": dataclasses.replace(like, num_kv_heads=1, head_size=128),
-        "window": SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, sliding_window=32),
-    }
-    layers = {f"{name}{i}": spec for name, spec in specs.items() for i in range(2)}
-    found = {group.layers for group in make_groups(layers, grouping=grouping)}
-    assert found == {(f"{name}0", f"{name}1") for name in specs}
-
-
 def test_layers_of_a_bucket_go_to_its_groups_in_turn() -> None:
     layers: Layers = {"full": full()} | {f"s{i}": sliding() for i in range(3)}
     layers["full.1"] = full()
@@ -341,19 +282,6 @@ def test_least_waste_tries_every_group_size_and_takes_the_cheapest(layers: Layer
         assert {spec: -(-count // size) for spec, count in buckets.items()} in counts
     costs = [len(groups) * max(group.page_bytes for group in groups) for groups in tried]
     assert make_groups(layers, grouping="least_waste") == tried[costs.index(min(costs))]
-
-
-@pytest.mark.parametrize(
-    ("layers", "options", "message"),
-    [
-        ({"a": full()}, {"grouping": "best"}, "grouping='best'; use one of 'auto', 'rule'"),
-        ([full()], {}, "layers must be a mapping from names to specs, got list"),
-        ({"a": full(), "b": "full"}, {}, r"layers\['b'\] must be a LayerSpec, got str"),
-    ],
-)
-def test_what_makes_no_groups_is_refused_by_name(layers, options, message) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        make_groups(layers, **options)
 
 
 def plan_of(layers: Layers, **options: object) -> Plan:
@@ -427,15 +355,6 @@ def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, d
         assert layout.group_bytes(index) == sum(layout.tensors[i].page_bytes for i in tensors)
 
 
-def test_a_layer_is_asked_for_by_its_name() -> None:
-    layout = make_layout(make_groups({"a": full()}))
-    with pytest.raises(ValueError, match=r"layer='b' has no cache here; use one of \['a'\]"):
-        layout.placement_of("b")
-    for index in (0, None):
-        with pytest.raises(TypeError, match=r"layer must be the name .* got .*layer_index="):
-            layout.placement_of(index)  # pyrefly: ignore[bad-argument-type]
-
-
 @pytest.mark.parametrize(
     ("message", "call"),
     [
@@ -468,29 +387,6 @@ def layout_of(
 
 
 # --- zeroing ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layers", "flags"),
-    [
-        ({"a": full(), "b": full(dtype="fp8"), "c": full(dtype="f32")}, [False]),
-        ({"a": full(), "b": sliding()}, [False, False]),
-        ({"a": full(), "b": chunked(), "c": cross()}, [False] * 3),
-        ({"a": full(dtype="fp8"), "b": state(dtypes=("f32", "f32"))}, [True, True]),
-        ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8_e5m2")}, [True, True]),
-        ({"a": full(), "b": sliding(num_kv_heads=1)}, [True, True]),
-        ({"a": full(), "b": sliding(head_size_v=4)}, [True, True]),
-        ({"a": full(), "b": sliding(head_size=12, head_size_v=4)}, [True, True]),
-        ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8", scale_bytes=4)}, [True, True]),
-        ({"a": mla(dtype="uint8"), "b": SHORT_ROWS}, [True, True]),
-        ({"a": state(), "b": state(cache_mode="all"), "c": full()}, [True, True, True]),
-        ({"a": state(), "b": state(cache_mode="all")}, [False, False]),
-    ],
-)
-def test_blocks_are_zeroed_where_groups_read_the_same_bytes_differently(
-    layers: Layers, flags: list[bool]
-) -> None:
-    assert list(make_layout(make_groups(layers)).groups_to_zero()) == flags
 
 
 ARRAYS = {"shapes": ((8, 16), (192,))}
