@@ -38,7 +38,6 @@ from tests.test_golden_plans import CASES, make_workers
 from tests.test_grouping import deepseek_v4_flash, plan_of
 
 GIB = 2**30
-FEW_GROUPS = by_name(([sliding(block_size=4)] * 5 + [full(block_size=4)]) * 4)
 
 
 def request_bytes(plan: Plan, num_tokens: int) -> int:

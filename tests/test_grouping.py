@@ -42,10 +42,6 @@ from tests.layer_examples import (
     state,
 )
 
-SHORT_ROWS = SlidingWindowMLASpec(
-    block_size=64, head_size=576, dtype="uint8", bytes_per_token=288, sliding_window=128
-)
-
 # --- blocks that hold a state -----------------------------------------------------
 
 
