@@ -411,48 +411,6 @@ def test_every_kind_of_layer_attends_by_its_definition(
 
 # --- other ways to the same output ----------------------------------------------------
 
-WAYS = {  # most requests and most tokens of a step, and the tokens of each
-    "whole": (1, TOKENS, [TOKENS]),
-    "chunked": (REQUESTS, REQUESTS, [3, 1, 3, 3, 3, 3]),
-    "decoded": (1, 1, [1] * TOKENS),
-}
-SOME = ("window", "latent")
-
-
-def cut(array: np.ndarray, first: int, size: int) -> np.ndarray:
-    """Rows of an array from the first on, as many as a step has; what no request has is ignored."""
-    return np.pad(array, ((0, size), *[(0, 0)] * (array.ndim - 1)))[first : first + size]
-
-
-def test_whole_prompts_chunks_of_them_and_decodes_give_equal_outputs() -> None:
-    """Tiles of many queries and of one; each way is within the bound of the definition."""
-    setting, rng = SETTINGS[0]._replace(rectangular=False), np.random.default_rng(0)
-    plan, inputs, found = plan_of(setting), {}, {}
-    for layer in SOME:
-        heads, *widths = ROWS[layer]
-        sizes = (setting.heads, widths[0]), *((heads, width) for width in widths)
-        inputs[layer] = [(rng.integers(-8, 9, (TOKENS, *s)) / 4).astype(np.float32) for s in sizes]
-        if layer == "latent":
-            inputs[layer] = [inputs[layer][0], inputs[layer][1][:, 0], None]
-    for way, (batch_size, max_tokens, counts) in WAYS.items():
-        shape = jaxkv.StepShape.for_plan(
-            plan, max_requests=REQUESTS, batch_size=batch_size, max_tokens=max_tokens
-        )
-        manager, cache = jaxkv.BlockManager(plan, max_requests=REQUESTS), cache_of(setting)
-        cache, first, outs = poisoned(cache), 0, []
-        manager.start("a", encoder_tokens=0)
-        for count in counts:
-            new = jax.tree.map(functools.partial(cut, first=first, size=max_tokens), inputs)
-            cache, out = step(cache, manager.step(shape, {"a": count}), new)
-            outs.append({layer: np.asarray(array)[:count] for layer, array in out.items()})
-            first += count
-        found[way] = {layer: np.concatenate([out[layer] for out in outs]) for layer in SOME}
-    bound = 2 * bound_of("float32", LENGTH)
-    for way in ("chunked", "decoded"):
-        for layer in SOME:
-            got, wanted = found[way][layer], found["whole"][layer]
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=bound, err_msg=f"{way} {layer}")
-
 
 LONG, LONG_WINDOW, LONG_CHUNK = 1100, 600, 700
 
@@ -587,15 +545,6 @@ def ids_of(engine: Engine, request: Any) -> set[int]:
     return {i for ids in engine.manager.block_ids(request) for i in ids} - {0}
 
 
-def test_an_idle_step_gives_zeros_though_everything_is_nan() -> None:
-    """Batch entries of padding have no tokens; the pool and all inputs hold NaN."""
-    engine = Engine(SETTINGS[1], shape_of(SETTINGS[1]))
-    inputs = {layer: engine._inputs(layer, {}, {}) for layer in engine.layers}
-    engine.cache, outs = step(engine.cache, engine.shape.idle(), inputs)
-    assert set(outs) == set(MOST)
-    assert not any(np.asarray(array).any() for array in outs.values())
-
-
 def test_a_request_that_lacks_a_block_is_reported_and_reads_no_other() -> None:
     """Its tokens see what it holds; the null block is full of NaN."""
     setting = SETTINGS[1]
@@ -691,10 +640,8 @@ latents = functools.partial(jaxkv.MLASpec, block_size=4, head_size=16)
         ("compress_ratio=2", latents(compress_ratio=2)),
         ("scale_bytes=4", cases.attention(dtype="int8", scale_bytes=4)),
         ("sink_tokens=3", cases.attention(sink_tokens=3)),
-        ("dtype='uint8'", cases.attention(dtype="uint8")),
         ("dtype='uint8'", latents(dtype="uint8")),
         ("dtype='nvfp4'", cases.attention(dtype="nvfp4", head_size=16)),
-        ("dtype='nvfp4'", latents(dtype="nvfp4")),
     ],
 )
 def test_rows_that_attend_does_not_understand_are_refused(what: str, spec: LayerSpec) -> None:
@@ -708,40 +655,26 @@ def test_rows_that_attend_does_not_understand_are_refused(what: str, spec: Layer
 @pytest.mark.parametrize(
     ("plan", "arguments", "options", "error", "message"),
     [
-        (cases.windows, ("x", QUERIES), {}, ValueError, "layer='x' has no cache here"),
-        (cases.windows, (0, QUERIES), {}, TypeError, "layer must be the name of a layer, got 0"),
-        (cases.hybrid, ("state.0", QUERIES), {}, TypeError, "stores states?, not tokens"),
         (cases.windows, ("full.0", QUERIES[1:]), {}, ValueError,
          r"queries has shape \(8, 4, 4\); layer 'full.0' and this batch want \(9, 'heads', 4\)"),
-        (cases.windows, ("full.0", QUERIES[..., :3]), {}, ValueError, r"shape \(9, 4, 3\)"),
         (cases.windows, ("full.0", QUERIES[:, :3]), {}, ValueError, "heads a multiple of 2"),
-        (cases.windows, ("full.0", QUERIES[:, :0]), {}, ValueError, "heads a multiple of 2"),
-        (cases.windows, ("full.0", QUERIES[:, 0]), {}, ValueError, r"shape \(9, 4\)"),
         (cases.windows, ("full.0", QUERIES.astype(int)), {}, TypeError,
          "queries has dtype int32, which attend cannot compute in; cast it to bfloat16"),
-        (cases.windows, ("full.0", QUERIES.astype("float8_e4m3fn")), {}, TypeError, "float8_e4m3"),
         (cases.windows, ("full.0", QUERIES, KEYS), {}, ValueError,
          "values is None; layer 'full.0' stores keys and values"),
         (cases.windows, ("full.0", QUERIES, None, VALUES), {}, ValueError, "values without keys"),
         (cases.windows, ("full.0", QUERIES, KEYS[:, :1], VALUES), {}, ValueError,
          r"keys has shape \(9, 1, 4\); layer 'full.0' wants \(9, 2, 4\)"),
-        (cases.windows, ("full.0", QUERIES, KEYS, KEYS), {}, ValueError, "values has shape"),
-        (cases.windows, ("full.0", QUERIES, KEYS.astype(int), VALUES), {}, TypeError, "keys has"),
         (cases.windows, ("full.0", QUERIES), {"sinks": jnp.ones(2)}, ValueError,
          r"sinks has shape \(2,\); wants \(4,\), one per head"),
         *((cases.windows, ("full.0", QUERIES), {"soft_cap": cap}, ValueError,
            f"soft_cap={cap} must be positive; None means no cap") for cap in (0.0, -1.0, np.nan)),
-        (cases.windows, ("full.0", QUERIES), {"scale": "1"}, TypeError, "scale must be a number"),
-        (cases.windows, ("full.0", QUERIES), {"soft_cap": True}, TypeError, "soft_cap must be a n"),
         (cases.cross, ("cross.0", QUERIES, KEYS, KEYS), {}, ValueError,
          r"keys has shape \(9, 2, 4\); cross attention wants the encoder's, \[3, encoder"),
         (plain_latent, ("mla", QUERIES, KEYS[:, 0], VALUES), {}, ValueError,
          "layer='mla' stores latent vectors: pass them as keys, and None as"),
         (plain_latent, ("mla", QUERIES, KEYS), {}, ValueError, 
          r"keys has shape \(9, 2, 4\); layer 'mla' wants latent vectors, \(9, 4\)"),
-        (plain_latent, ("mla", QUERIES, KEYS[:, 0].tolist()), {}, TypeError,
-         "keys must be an array, got list"),
-        (plain_latent, ("mla", QUERIES, KEYS[:, 0].astype(int)), {}, TypeError, "keys has dtype"),
         (plain_latent, ("shares", QUERIES, KEYS[:, 0]), {}, ValueError,
          "layer='shares' shares the cache of 'mla' and writes nothing"),
     ],

@@ -29,7 +29,6 @@ from tests.helpers import as_ids, hybrid_plan, needs_devices
 SPEC = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
 LAYERS = {"a": SPEC, "b": SPEC, "shared": SharedKVSpec("a")}
 MESH = Mesh(np.array(jax.devices()[:2]), ("heads",))
-PAIRS = PartitionSpec
 
 
 def plan_of(layers=LAYERS, **options):
@@ -151,10 +150,7 @@ def test_scales_are_given_for_all_layers_or_by_layer() -> None:
     ("scales", "error", "message"),
     [
         (2.0, TypeError, "scales must be pairs .* got 2.0"),
-        ((2.0,), TypeError, "scales must be pairs"),
-        ((1.0, 2.0, 3.0), TypeError, "scales must be pairs"),
         ({"a": 2.0}, TypeError, "scales must be pairs"),
-        ((np.ones(2), 1.0), TypeError, "scales must be pairs"),
         *(((1.0, odd), TypeError, "scales must be a number") for odd in (True, "2", None)),
         ({"c": (1.0, 1.0)}, ValueError, "layer='c' has no cache here"),
         *(
@@ -180,36 +176,20 @@ def test_scales_that_are_none_are_refused_by_name(scales, error, message) -> Non
 WINDOW = SlidingWindowSpec(block_size=4, num_kv_heads=2, head_size=4, sliding_window=3)
 TWO_GROUPS = plan_of({"a": SPEC, "w": WINDOW})
 RANKS = plan_of({"a": SPEC}, context_parallel=4)
-UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)})
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"max_requests": 0}, ValueError, "max_requests must be at least 1, got 0"),
         ({"worker": 1}, ValueError, "worker=1 is not in 0\\.\\.0"),
-        ({"worker": -1}, ValueError, "worker must be at least 0, got -1"),
         ({"rank": 1}, ValueError, "rank=1 is not in 0\\.\\.0; the plan has context_parallel=1"),
-        ({"rank": True}, TypeError, "rank must be an int"),
-        ({"mesh": MESH, "axis": 0}, TypeError, "axis must be the name of an axis, got int"),
         ({"axis": "heads"}, ValueError, "axis='heads' was given without mesh=: pass the mesh"),
         ({"mesh": MESH, "device": jax.devices()[0]}, ValueError, "mesh= and device= both say"),
         ({"mesh": MESH, "axis": "x"}, ValueError, r"axis='x' is not an axis of the mesh, .*heads"),
         ({"mesh": MESH}, ValueError, r"was given without axis=: .*device=NamedSharding\("),
         ({"plan": RANKS, "mesh": MESH, "axis": "heads"}, ValueError, r"pass context_parallel=\d"),
-        ({"order": "LBNCH"}, ValueError, "order='LBNCH'; use one of 'LBNHC'"),
-        ({"order": "BLNHC", "stacked": False}, ValueError, "stacked=False: order='BLNHC' lays all"),
-        ({"plan": UNEVEN, "order": "BLNHC"}, ValueError, "needs tensors of one page size"),
-        ({"kernel_block_sizes": 2}, TypeError, "must be a sequence, one per group"),
-        ({"kernel_block_sizes": [2, 2]}, ValueError, "has 2 entries; the plan has 1 groups"),
-        ({"kernel_block_sizes": [3]}, ValueError, r"kernel_block_sizes\[0\]: .* does not divide"),
-        ({"plan": TWO_GROUPS, "kernel_block_sizes": [2, 4], "order": "HND"}, ValueError,
-         r"groups \[0, 1\] overlay each other and would cut a block into \[2, 1\] tiles"),
         ({"interleave_tokens": 3}, ValueError, "interleave_tokens=3 does not divide"),
-        ({"interleave_tokens": 0}, ValueError, "interleave_tokens must be at least 1"),
-        ({"tables_only": 1}, TypeError, "tables_only must be True or False, got 1"),
-        ({"stacked": "no"}, TypeError, "stacked must be True or False, got 'no'"),
-    ],
+                            ],
 )  # fmt: skip
 def test_a_cache_that_cannot_be_is_refused_by_name(options, error, message) -> None:
     with pytest.raises(error, match=message):

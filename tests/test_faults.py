@@ -17,7 +17,6 @@ from jaxkv import (
     TableEntry,
 )
 from jaxkv._src.cache import CacheFlags
-from jaxkv._src.planning import Plan
 from tests.helpers import as_ids, hybrid_plan
 from tests.layer_examples import plan_of
 
@@ -32,7 +31,7 @@ def state(mode: str, block_size: int = 4) -> StateSpec:
     return StateSpec(block_size=block_size, shapes=((2,),), dtypes=("f32",), cache_mode=mode)
 
 
-def serving(layers, num_blocks: int = 40, requests: int = 3, forks: int = 0, **options):
+def manager_of(layers, num_blocks: int = 40, requests: int = 3, forks: int = 0, **options):
     plan = plan_of(layers, num_blocks, 24, limits=LIMITS, **options)
     shape = StepShape.for_plan(plan, max_requests=requests, max_tokens=8, forks=forks)
     return plan, BlockManager(plan, max_requests=requests), shape
@@ -43,44 +42,21 @@ def free_ids(manager: BlockManager) -> list[int]:
     return manager.block_pool.allocate(manager.num_free_blocks).tolist()
 
 
-# --- the books ------------------------------------------------------------------------
-
-
-def test_blocks_of_a_request_that_is_named_twice_are_given_back_once() -> None:
-    plan, manager, shape = serving({"a": WINDOW})
-    manager.start("r")
-    for count in (8, 8):
-        manager.step(shape, {"r": count})
-    manager.trim(["r", "r"])
-    held = [i for i in manager.block_ids("r")[0] if i]
-    assert sorted(free_ids(manager) + held) == list(range(1, plan.num_blocks))
-
-
-def test_a_shared_state_that_a_rewound_fork_leaves_is_given_back() -> None:
-    plan, manager, shape = serving({"s": state("align", 1)}, forks=2)
-    manager.start("r")
-    for _ in range(2):
-        manager.step(shape, {"r": 1})
-    manager.fork("r", ["s"])
-    manager.rewind({"s": 0})
-    manager.step(shape, {"s": 1, "r": 1})
-    for request in "rs":
-        manager.finish(request)
-    assert manager.num_free_blocks == plan.usable_blocks
+# --- the manager ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64"])
 def test_numbers_of_numpy_count_tokens_as_ints_do(dtype: str) -> None:
     uploads = []
     for number in (int, np.dtype(dtype).type):
-        _, manager, shape = serving({"a": FULL, "w": WINDOW})
+        _, manager, shape = manager_of({"a": FULL, "w": WINDOW})
         manager.start("r")
         uploads += [manager.step(shape, {"r": number(count)}).data for count in (5, 1, 8)]
     np.testing.assert_array_equal(uploads[:3], uploads[3:])
 
 
 def test_work_that_is_changed_in_place_is_read_anew() -> None:
-    _, manager, shape = serving({"a": FULL, "w": WINDOW})
+    _, manager, shape = manager_of({"a": FULL, "w": WINDOW})
     for name in ("r", "s"):
         manager.start(name)
     work = {"r": 1, "s": 2}
@@ -92,23 +68,8 @@ def test_work_that_is_changed_in_place_is_read_anew() -> None:
     assert manager.computed_tokens == {"r": 3, "s": 2}
 
 
-@pytest.mark.parametrize(
-    "count", [True, 1.0, 2**70, 2**63, -1, None, "1", [1], np.array([1, 2]), float("nan")], ids=str
-)
-def test_what_counts_no_tokens_is_refused_and_changes_nothing(count) -> None:
-    _, manager, shape = serving({"a": FULL, "w": WINDOW})
-    manager.start("r")
-    manager.start("s")
-    for work in ({"r": count}, {"s": 1, "r": count}):
-        if isinstance(count, bool) and len(work) > 1:
-            continue  # equal to 1 next to ints
-        with pytest.raises((TypeError, ValueError), match="work"):
-            manager.step(shape, work)
-    assert manager.block_ids("r") == ((), ()) and manager.num_uploads == 0
-
-
 def test_a_name_that_does_not_equal_itself_runs_like_any_other() -> None:
-    plan, manager, shape = serving({"a": FULL})
+    plan, manager, shape = manager_of({"a": FULL})
     name = float("nan")
     manager.start(name)
     manager.step(shape, {name: 5})
@@ -122,32 +83,8 @@ def test_a_name_that_does_not_equal_itself_runs_like_any_other() -> None:
 # --- the device -----------------------------------------------------------------------
 
 
-def test_a_fork_of_a_request_that_only_grew_has_its_tokens() -> None:
-    """The copies of one upload happen at once: a copy of a copy is one of what was there."""
-    plan, manager, shape = serving({"a": FULL}, forks=3)
-    cache = jaxkv.make_cache(plan, max_requests=3)
-
-    @jax.jit
-    def write(cache, upload, value):
-        cache, batch = jaxkv.apply_step(cache, upload)
-        keys = jnp.full((8, 1, 4), value)
-        cache = jaxkv.write_tokens(cache, "a", batch, keys, keys)
-        return cache, jaxkv.read_rows(cache, "a", batch)[0, :, 0, 0]
-
-    manager.start("r")
-    cache, _ = write(cache, manager.step(shape, {"r": 6}), 1.0)
-    manager.fork("r", ["s"])
-    manager.grow({"s": 1})
-    manager.fork("s", ["t"])
-    cache, rows = write(cache, manager.step(shape, {"t": 1}), 2.0)
-    assert rows.tolist()[:7] == [1] * 6 + [2]
-    cache, rows = write(cache, manager.step(shape, {"s": 1}), 3.0)
-    assert rows.tolist()[:7] == [1] * 6 + [3]
-    jaxkv.check_errors(cache)
-
-
 def test_numbers_of_uploads_begin_anew_after_the_last_of_int32() -> None:
-    plan, manager, shape = serving({"a": FULL})
+    plan, manager, shape = manager_of({"a": FULL})
     manager.start("r")
     manager._steps.num_uploads = INT32_MAX - 2
     uploads = [manager.step(shape, {"r": 1}) for _ in range(4)]
@@ -198,7 +135,7 @@ def test_requests_may_be_as_long_as_int32_counts_and_no_longer() -> None:
 @pytest.mark.parametrize("layers", [{}, {"attention": FULL}], ids=["states only", "hybrid"])
 def test_a_request_never_reads_a_state_that_it_did_not_write(layers) -> None:
     states = {mode: state(mode) for mode in ("none", "align", "all")}
-    plan, manager, shape = serving(states | layers, num_blocks=20, requests=1)
+    plan, manager, shape = manager_of(states | layers, num_blocks=20, requests=1)
 
     @jax.jit
     def step(cache, upload):
@@ -226,7 +163,7 @@ def test_a_request_never_reads_a_state_that_it_did_not_write(layers) -> None:
 @pytest.mark.parametrize("max_requests", [3, 5])
 def test_a_state_of_one_request_is_not_taken_for_those_of_all(max_requests) -> None:
     """All of the step, which may be fewer than the cache has room for."""
-    plan, _, _ = serving({"s": state("none")})
+    plan, _, _ = manager_of({"s": state("none")})
     shape = StepShape.for_plan(plan, max_requests=max_requests, batch_size=3, max_tokens=8)
     cache = jaxkv.make_cache(plan, max_requests=max_requests)
 
@@ -249,38 +186,13 @@ def test_a_state_of_one_request_is_not_taken_for_those_of_all(max_requests) -> N
     jax.eval_shape(step, cache, shape.idle())
 
 
-@pytest.mark.parametrize("sizes", [None, [2, 4]], ids=["blocks", "kernel blocks"])
-def test_reads_are_of_the_request_whatever_the_blocks_of_its_kernel(sizes) -> None:
-    """Readers take the batch: nobody can pass ids of one size where the other is wanted."""
-    plan, manager, shape = serving({"a": FULL, "s": state("none")})
-    for request in "rs":
-        manager.start(request)
-
-    @jax.jit
-    def write(cache, upload):
-        cache, batch = jaxkv.apply_step(cache, upload)
-        marks = batch.token_requests.astype(jnp.float32) + 1
-        keys = jnp.broadcast_to(marks[:, None, None], (8, 1, 4))
-        cache = jaxkv.write_tokens(cache, "a", batch, keys, -keys)
-        return cache, jaxkv.read_tokens(cache, "a", batch)
-
-    cache = jaxkv.make_cache(plan, max_requests=3, kernel_block_sizes=sizes)
-    cache, read = write(cache, manager.step(shape, {"r": 5, "s": 3}))
-    keys, values = map(np.asarray, read)
-    for request, (count, mark) in enumerate([(5, 1.0), (3, 2.0)]):
-        assert set(np.unique(keys[request, :count])) == {mark}
-        assert set(np.unique(values[request, :count])) == {-mark}
-        assert not keys[request, count:].any()
-    jaxkv.check_errors(cache)
-
-
 def test_every_function_of_a_step_runs_in_the_strictest_modes_of_jax() -> None:
     layers = {
         "full": FullAttentionSpec(block_size=1, dtype="fp8_e4m3", **KV),
         "latent": MLASpec(block_size=4, head_size=8),
         "state": state("align"),
     }
-    plan, manager, shape = serving(layers, requests=1)
+    plan, manager, shape = manager_of(layers, requests=1)
     queries = {"full": np.ones((8, 2, 4), np.float32), "latent": np.ones((8, 2, 8), np.float32)}
 
     def step(cache, upload):
@@ -360,127 +272,9 @@ def test_a_manager_of_ten_thousand_requests_gives_everything_back() -> None:
     assert len(set(free_ids(manager))) == plan.usable_blocks
 
 
-# --- blocks that no upload told of ------------------------------------------------------
-
-
-class Device:
-    """Requests on a device that adds up tokens: each state is the sum of a request's tokens."""
-
-    def __init__(self, layer: str, plan: Plan, shape: StepShape, requests: int):
-        self.manager = BlockManager(plan, max_requests=requests, checkpoint_share=1.0)
-        self.shape, self.cache = shape, jaxkv.make_cache(plan, max_requests=requests)
-
-        def step(cache, upload, token):
-            cache, batch = jaxkv.apply_step(cache, upload)
-            if isinstance(cache.layout.placement_of(layer).spec, StateSpec):
-                (found,) = jaxkv.read_state(cache, layer, batch)
-                new = found + token * batch.query_lens[:, None].astype(jnp.float32)
-                return jaxkv.write_state(cache, layer, batch, [new]), found[:, 0]
-            rows = jnp.full((shape.max_tokens, 1, 4), token)
-            cache = jaxkv.write_tokens(cache, layer, batch, rows, rows)
-            return cache, jaxkv.read_tokens(cache, layer, batch)[0][..., 0, 0]
-
-        self._step = jax.jit(step)
-
-    def step(self, work: dict[str, int], token: float = 1.0) -> np.ndarray:
-        """Runs a step; returns the state before it, or the keys after it, of each request."""
-        upload = self.manager.step(self.shape, work)
-        parts = upload.parts()
-        assert not set(parts["zero_ids"].tolist()) & set(parts["copy_destinations"].tolist())
-        self.cache, found = self._step(self.cache, upload, token)
-        jaxkv.check_errors(self.cache)
-        return np.asarray(found)[: len(work)]
-
-
-def device(layers, num_blocks: int, length: int, requests: int, **options) -> Device:
-    plan = plan_of(layers, num_blocks, length, limits=LIMITS, zero_policy="always")
-    sizes = {"max_requests": requests, "max_tokens": 16, "forks": 4} | options
-    shape = StepShape.for_plan(plan, **sizes)
-    return Device(next(iter(layers)), plan, shape, requests)
-
-
-def test_a_step_shorter_than_its_grow_leaves_nothing_behind() -> None:
-    """The column that it gives back is not zeroed, because it may hold a copied state by now."""
-    layers = {
-        "s": state("align", 2),
-        "a": FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=2),
-    }
-    served = device(layers, 12, 8, 2)
-    manager = served.manager
-    manager.start("a", [1, 2, 3, 4])
-    manager.fork("a", ["b"])
-    assert served.step({"a": 1, "b": 8}).tolist() == [0, 0]
-    assert served.step({"a": 2}).tolist() == [1]
-    manager.grow({"a": 5})
-    assert served.step({"a": 1}).tolist() == [3]
-    assert served.step({"a": 1}).tolist() == [4]
-
-
-def test_blocks_of_a_donor_that_ended_before_the_step_are_zeroed_for_nobody() -> None:
-    """Two forks of a donor that had grown share a partial block, and one of them copies it."""
-    layers = {"a": FullAttentionSpec(block_size=8, dtype="f32", **KV)}
-    served = device(layers, 11, 64, 4)
-    manager = served.manager
-    manager.start("filler")  # all blocks but two
-    for _ in range(8):
-        served.step({"filler": 8}, 9.0)
-    manager.start("parent")
-    served.step({"parent": 5}, 1.0)
-    manager.grow({"parent": 4})
-    manager.fork("parent", ["b", "c"])
-    manager.finish("parent")
-    keys = served.step({"b": 1, "c": 1}, 2.0)
-    assert keys[:, :6].tolist() == [[1] * 5 + [2]] * 2
-
-
-@pytest.mark.parametrize("mode", ["none", "align"])
-def test_a_request_that_grew_leaves_its_state_to_those_that_fork_before_its_step(mode: str) -> None:
-    served = device({"s": state(mode), "a": FULL}, 30, 24, 3)
-    manager = served.manager
-    manager.start("donor")
-    served.step({"donor": 3})
-    manager.grow({"donor": 1})
-    manager.fork("donor", ["fork"])
-    assert served.step({"donor": 1}).tolist() == [3]
-    assert served.step({"fork": 1}).tolist() == [3]
-
-
-def test_a_state_that_is_yet_to_be_copied_is_not_kept_for_later_prompts() -> None:
-    """A fork ends after it grew and before the upload that would have copied its state."""
-    layers = {"s": state("none"), "a": FULL}
-    served = device(layers, 30, 24, 3)
-    manager = served.manager
-    manager.start("donor", [1] * 9)
-    served.step({"donor": 4})
-    manager.fork("donor", ["fork"])
-    manager.grow({"fork": 1})
-    manager.finish("fork")
-    served.step({"donor": 1}, 100.0)
-    manager.start("later", [1] * 9)
-    cached = manager.num_computed_tokens("later")
-    assert served.step({"later": 1}).tolist() == [cached]
-
-
-def test_a_request_that_began_with_a_cached_prefix_cannot_go_back_to_its_first_token() -> None:
-    """With cache_mode="all" its row has only the last block of the prefix."""
-    served = device({"s": state("all", 2)}, 10, 16, 3, cached_tokens=16)
-    manager = served.manager
-    manager.start("a", [5] * 8)
-    for _ in range(4):
-        served.step({"a": 2})
-    manager.start("b", [*[5] * 8, 9])
-    assert manager.num_computed_tokens("b") == 8
-    for position in (0, 2):
-        with pytest.raises(ValueError, match="request 'b' no longer holds a block of group 0"):
-            manager.rewind({"b": position})
-    assert served.step({"b": 1}).tolist() == [8]
-    with pytest.raises(ValueError, match="no longer holds the blocks of group 0"):
-        manager.fork("b", ["c"], num_tokens=4)
-
-
 def test_names_are_told_apart_by_what_they_are() -> None:
     """NumPy compares a number with a tuple element by element, so equality says little."""
-    _, manager, shape = serving({"a": FULL, "s": state("align")})
+    _, manager, shape = manager_of({"a": FULL, "s": state("align")})
     names = [np.int64(1), (1,), (1, 2)]
     for name in names:
         manager.start(name)
@@ -490,7 +284,7 @@ def test_names_are_told_apart_by_what_they_are() -> None:
 
 
 def test_what_grew_and_is_not_in_the_step_takes_no_room_in_it() -> None:
-    plan, manager, shape = serving({"a": FULL, "w": WINDOW}, forks=1)
+    plan, manager, shape = manager_of({"a": FULL, "w": WINDOW}, forks=1)
     small = StepShape.for_plan(plan, max_requests=3, batch_size=1, max_tokens=1)
     for name in "ab":
         manager.start(name)
@@ -508,24 +302,8 @@ def test_what_grew_and_is_not_in_the_step_takes_no_room_in_it() -> None:
     assert not manager.unsynced_tokens_by_row.any()
 
 
-def test_a_reset_lets_the_device_go_on_after_an_upload_that_was_never_run() -> None:
-    served = device({"s": state("none"), "a": FULL}, 30, 24, 3)
-    manager = served.manager
-    manager.start("a", [1] * 6)
-    served.step({"a": 3})
-    manager.step(served.shape, {"a": 2})  # lost
-    with pytest.raises(jaxkv.CacheError, match="reset"):
-        served.step({"a": 1})
-    manager.reset()
-    assert manager.requests == {} and manager.num_free_blocks == manager.plan.usable_blocks
-    manager.start("a", [1] * 6)
-    assert manager.num_computed_tokens("a") == 0
-    assert served.step({"a": 3}).tolist() == [0]
-    assert served.step({"a": 2}).tolist() == [3]
-
-
 def test_calls_that_overlap_are_refused() -> None:
-    _, manager, shape = serving({"a": FULL})
+    _, manager, shape = manager_of({"a": FULL})
     manager.start("r")
 
     class Ring:
@@ -558,7 +336,7 @@ def test_calls_that_overlap_are_refused() -> None:
 
 
 def test_tokens_of_a_prompt_can_be_taken_back_before_they_are_computed() -> None:
-    _, manager, shape = serving({"a": FULL}, forks=1)
+    _, manager, shape = manager_of({"a": FULL}, forks=1)
     manager.start("r", [1] * 12)
     manager.step(shape, {"r": 5})
     with pytest.raises(ValueError, match="num_tokens=13 is more than"):

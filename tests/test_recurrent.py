@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxkv
-from jaxkv._src.pool._layer import locate
 from jaxkv._src.recurrent import _layers
 from jaxkv._src.recurrent._heads import (
     Heads,
@@ -24,7 +23,6 @@ from jaxkv._src.recurrent._heads import (
     check_heads,
     count_channels,
 )
-from jaxkv._src.recurrent._layers import _heads
 from tests.helpers import ON_GPU, needs_devices
 from tests.reference_recurrence import RecurrentCase, convolve, normalized
 from tests.test_attend import poisoned
@@ -324,45 +322,6 @@ def test_rewound_requests_go_on_after_what_they_have_or_are_refused(
     jaxkv.check_errors(cache)
 
 
-def test_a_scan_over_layers_gives_what_layers_one_after_the_other_give() -> None:
-    plan = plan_of("mamba2")
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
-    manager.start("a")
-
-    @jax.jit
-    def scanned(cache, upload, x):
-        cache, batch = jaxkv.apply_step(cache, upload)
-
-        def body(carry, layer_index):
-            cache, out = carry
-            given = x | {"inputs": x["inputs"] + jnp.tile(out.reshape(TOKENS, -1), 2)}
-            cache, new = run_layer(
-                "mamba2", cache, "layer.0", batch, given, layer_index=layer_index
-            )
-            return (cache, jnp.where(layer_index < 2, new, out)), None
-
-        carry = cache, jnp.zeros((TOKENS, HEADS, SIZE))
-        (cache, out), _ = jax.lax.scan(body, carry, jnp.array([0, 2, 1]))  # there is no 2
-        at = jnp.zeros(REQUESTS, jnp.int32)
-        kept = [jaxkv.read_state(cache, f"layer.{i}", batch, at=at)[1] for i in range(2)]
-        return cache, out, kept
-
-    cache, found = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS)), []
-    for computed, count in ((0, 4), (4, 2)):
-        x, work = inputs_of({"a": count}, {"a": computed}, None), {"a": count}
-        with jax.default_matmul_precision("highest"):  # the second layer adds to the first's errors
-            cache, out, kept = scanned(cache, manager.step(shape, work), x)
-        found += [*np.asarray(out)[:count]]
-    given, outputs = {n: x[:6] for n, x in tokens_of("a").items()}, np.zeros((6, HEADS, SIZE))
-    inputs = given["inputs"]
-    for state in kept:
-        given["inputs"] = inputs + np.tile(outputs.reshape(6, -1), 2)
-        states, outputs = one_pass("mamba2", given, weights(), bias())
-        close(np.asarray(state)[0], states[-1])
-    close(found, outputs)
-
-
 def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:
     plan, ranks = plan_of("linear_attention"), min(2, len(jax.devices()))
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("heads",))
@@ -465,38 +424,11 @@ def test_heads_of_keys_divide_those_of_values_and_ranks_or_are_refused() -> None
         assert refuses(check_heads, bound, "heads", count, values) != fits, (ranks, count, values)
 
 
-def test_states_have_the_heads_of_all_ranks_and_as_many_of_keys_unless_told() -> None:
-    spec = jaxkv.StateSpec(block_size=4, shapes=((3, 9), (2, 5, 4)), dtypes=("f32", "f32"))
-    for ranks, count in itertools.product((1, 2, 4), (None, 1, 2)):
-        bound: Any = types.SimpleNamespace(ranks_of_heads=ranks)
-        found = _heads(bound, spec, "num_key_heads", count)
-        assert found == (2 * ranks, Heads(count or 2 * ranks, 4), Heads(2 * ranks, 5))
-
-
 def outputs_of_layer(
     cache: Any, upload: Any, x: Any, kind: str = "gated_delta", **options: Any
 ) -> Any:
     cache, batch = jaxkv.apply_step(cache, upload)
     return run_layer(kind, cache, "layer.0", batch, x, **options)[1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("gated_delta", "num_key_heads"),
-        ("mamba2", "num_groups"),
-        ("linear_attention", "num_key_heads"),
-    ],
-)
-def test_heads_are_refused_by_the_name_of_their_argument(kind: str, name: str) -> None:
-    plan = plan_of(kind)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
-    run = functools.partial(outputs_of_layer, x=inputs_of({}, {}, None), kind=kind, key_heads=3)
-    with pytest.raises(
-        ValueError, match=f"^{name}=3 must be an int that divides the {HEADS} heads"
-    ):
-        jax.eval_shape(run, cache, shape.idle())
 
 
 class Asked(Exception):
@@ -532,44 +464,6 @@ def test_what_a_call_asks_for_reaches_the_kernel(kind, option, values, monkeypat
         assert option == "silu" or found["silu"] in (True, None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_function_passes_on_which_layer_and_which_states_it_was_asked_for(
-    kind, monkeypatch
-) -> None:
-    def finish(cache, layer, bound, given, how):
-        conv = given.conv_weights, given.conv_bias
-        raise Asked([bound.first, bound.implementation, conv])
-
-    monkeypatch.setattr(_layers, "_finish", finish)
-    plan = plan_of(kind, drafts=1)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle())
-    assert cache.stacked_layers("layer.0")[1] == "layer.1"
-    options = {"layer_index": jnp.int32(1), "implementation": "xla"}
-    with pytest.raises(Asked) as asked:
-        run_layer(kind, cache, "layer.0", batch, inputs_of({}, {}, None), **options)
-    place, implementation, conv = asked.value.args[0]
-    assert implementation == "xla"
-    assert int(place) == locate(cache.layout, "layer.1").first
-    if kind != "linear_attention":
-        assert conv[0] is weights() and conv[1] is bias()
-
-
-@pytest.mark.parametrize(
-    ("form", "tokens"), [("max_tokens", (6,)), ("tokens_per_request", (REQUESTS, 6))]
-)
-def test_a_decay_is_of_each_head_or_of_each_of_its_keys(form: str, tokens: tuple) -> None:
-    plan = plan_of("gated_delta")
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, **{form: 6})
-    cache, upload = jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle()
-
-    for decay in ((HEADS,), (HEADS, SIZE)):
-        sizes = {"inputs": (QKV,), "log_decay": decay, "beta": (HEADS,)}
-        x = {name: jnp.zeros((*tokens, *size)) for name, size in sizes.items()}
-        out = jax.eval_shape(functools.partial(outputs_of_layer, x=x), cache, upload)
-        assert out.shape == (*tokens, HEADS, SIZE)
-
-
 @pytest.mark.parametrize("drafts", [0, 1, 2])
 def test_a_convolution_is_over_the_inputs_that_are_kept_with_or_without_drafts(drafts: int) -> None:
     kept, columns = 4, 3
@@ -586,28 +480,10 @@ def test_a_convolution_is_over_the_inputs_that_are_kept_with_or_without_drafts(d
         assert refuses(check_convolution, "a", state, columns, weights, bias) == (size != columns)
 
 
-@needs_devices(2)
-def test_key_heads_that_do_not_divide_among_ranks_are_refused() -> None:
-    plan = plan_of("gated_delta", shapes=((WIDTH - 1, 48), (3, SIZE, SIZE)))
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
-    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
-    x = {"inputs": zeros((TOKENS, 96)), "log_decay": zeros((TOKENS, 6))}
-    x["beta"] = x["log_decay"]
-    run = functools.partial(outputs_of_layer, x=x, key_heads=3)
-    with pytest.raises(ValueError, match="divides the 6 heads of states, and a multiple or a div"):
-        jax.eval_shape(run, cache, shape.idle())
-
-
 FULL = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
 BAD = [
     ({"inputs": zeros((TOKENS, QKV + 1))}, ValueError, r"qkv has shape .* wants \(12, 32\)"),
-    ({"log_decay": zeros((TOKENS, 3))}, ValueError, "log_decay has shape"),
-    ({"beta": zeros((3, HEADS))}, ValueError, "beta has shape"),
-    ({"inputs": np.zeros((TOKENS, QKV), np.int32)}, TypeError, "inputs must be one of"),
     ({"conv_weights": zeros((3, QKV))}, ValueError, r"conv_weights has shape \(3, 32\)"),
-    ({"conv_weights": zeros((WIDTH, QKV + 1))}, ValueError, r"_weights has shape \(4, 33\)"),
-    ({"conv_weights": jnp.float32}, TypeError, "conv_weights must be an array, got"),
     ({"conv_weights": [[0.0]]}, TypeError, "conv_weights must be an array, got list"),
     ({"conv_bias": zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),
@@ -615,12 +491,6 @@ BAD = [
     ({"layer": "other"}, ValueError, "stores states of shapes"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError, "keys are 8 wide"),
 ]  # fmt: skip
-
-
-def test_states_of_divided_positions_are_refused_by_the_plan() -> None:
-    states = jaxkv.StateSpec(block_size=4, shapes=SHAPES["gated_delta"], dtypes=("f32", "f32"))
-    with pytest.raises(ValueError, match=r"context_parallel=2 needs groups that keep all tokens"):
-        jaxkv.plan_cache({"layer.0": states}, 2**30, max_model_len=LENGTH, context_parallel=2)
 
 
 @pytest.mark.parametrize(("wrong", "error", "text"), BAD, ids=lambda value: str(value)[:40])

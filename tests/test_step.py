@@ -3,21 +3,17 @@
 import dataclasses
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import CacheError, CacheFlags, check_errors, make_cache
-from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning import plan_cache
-from jaxkv._src.pool import read_rows, write_tokens
 from jaxkv._src.specs import FullAttentionSpec, StateSpec
-from jaxkv._src.step import UploadRing, _apply, _ring, apply_step
+from jaxkv._src.step import UploadRing, _ring, apply_step
 from jaxkv._src.uploads import StepShape, Upload, pack_step
 from jaxkv.testing import (
     assert_in_place,
@@ -27,7 +23,6 @@ from jaxkv.testing import (
 )
 from tests.helpers import (
     IMPLEMENTATIONS,
-    as_ids,
     hybrid_plan,
     kernels_run,
     needs_mosaic,
@@ -108,32 +103,6 @@ def test_only_buffers_of_the_groups_are_zeroed_and_copied(stacked: bool) -> None
         assert stacked or pages[3].any() == (tensor not in used)
 
 
-def test_what_a_fork_shares_is_copied_when_it_is_written() -> None:
-    plan = plan_cache(
-        {"a": FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)}, 2**12, max_model_len=16
-    )
-    shape = StepShape.for_plan(plan, max_requests=3, max_tokens=8, forks=3)
-    manager, cache = BlockManager(plan, max_requests=3), make_cache(plan, max_requests=3)
-
-    @jax.jit
-    def write(cache, upload, value):
-        cache, batch = apply_step(cache, upload)
-        rows = jnp.full((8, 1, 4), value)
-        cache = write_tokens(cache, "a", batch, rows, rows)
-        return cache, read_rows(cache, "a", batch)[:, :, 0, 0]
-
-    manager.start("a")
-    cache, _ = write(cache, manager.step(shape, {"a": 6}), 1.0)
-    manager.fork("a", ["b", "c"])
-    cache, _ = write(cache, manager.step(shape, {"b": 1, "a": 1}), 2.0)
-    cache, rows = write(cache, manager.step(shape, {"c": 1, "b": 1, "a": 1}), 3.0)
-    check_errors(cache)
-    rows = np.asarray(rows)
-    assert rows[0, :7].tolist() == [1] * 6 + [3]
-    for request in (1, 2):
-        assert rows[request, :8].tolist() == [1] * 6 + [2, 3]
-
-
 # --- once, and for this cache ---------------------------------------------------------
 
 
@@ -161,33 +130,6 @@ def test_an_upload_that_is_lost_or_applied_twice_is_reported(order, flag) -> Non
     if flag:
         with pytest.raises(CacheError, match="upload was"):
             check_errors(cache)
-
-
-def test_uploads_without_a_number_are_not_counted() -> None:
-    _, uploads = numbered(2)
-    cache = make_cache(PLAN, max_requests=4)
-    for one in (SHAPE.idle(), uploads[0], upload(), uploads[1]):
-        cache, _ = step(cache, one)
-    check_errors(cache)
-
-
-def test_the_status_after_every_kind_of_number_and_of_last_number() -> None:
-    @jax.jit
-    def follow(status, number):
-        cache = types.SimpleNamespace(status=status)
-        return _apply._next_status(status, number), _apply._check_number(cache, number)
-
-    numbers = (0, -1, -2, -INT32_MAX, 1, 2, 3, INT32_MAX - 1, INT32_MAX)
-    for last, number in itertools.product((0, 1, 2, INT32_MAX - 1, INT32_MAX), numbers):
-        wanted, problem = last % INT32_MAX + 1, 0
-        if number > 0:
-            problem = CacheFlags.LOST_UPLOAD * (number > wanted) | CacheFlags.REPEATED_UPLOAD * (
-                number < wanted
-            )
-        before = 0 if number < 0 else CacheFlags.NO_BLOCK  # a reset gives up what was wrong
-        status, found = follow(as_ids([CacheFlags.NO_BLOCK, last]), jnp.int32(number))
-        assert status.tolist() == [before, abs(number) or last], (last, number)
-        assert found == problem, (last, number)
 
 
 def test_an_idle_step_changes_nothing_and_is_all_padding() -> None:
@@ -240,19 +182,6 @@ def test_an_upload_of_another_plan_is_refused(change, message) -> None:
 def test_uploads_of_another_form_are_refused_by_name(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         apply_step(*arguments(make_cache(PLAN, max_requests=4), SHAPE.idle()))
-
-
-def test_an_upload_carries_its_shape_so_no_other_can_be_told() -> None:
-    """Two buckets that differ in their tokens only: nothing is lost, each compiles once."""
-    shapes = [SHAPE, StepShape.for_plan(PLAN, max_requests=4, max_tokens=4)]
-    manager, cache = BlockManager(PLAN, max_requests=4), make_cache(PLAN, max_requests=4)
-    manager.start("a")
-    run = jax.jit(functools.partial(apply_step), donate_argnums=0)
-    for shape, count in zip(shapes * 2, (8, 2, 3, 1), strict=True):
-        cache, batch = run(cache, manager.step(shape, {"a": count}))
-        assert (np.asarray(batch.positions) >= 0).sum() == count
-    assert run._cache_size() == 2
-    check_errors(cache)
 
 
 # --- jax ------------------------------------------------------------------------------
@@ -447,11 +376,6 @@ def test_a_failed_step_leaves_the_ring_usable() -> None:
     assert manager.step(SHAPE, {"a": 1}, ring=ring).data[0] == 1
 
 
-def test_step_and_cache_are_what_the_front_door_gives() -> None:
-    assert jaxkv.apply_step is apply_step and jaxkv.UploadRing is UploadRing
-    assert pointers(make_cache(PLAN, max_requests=4))
-
-
 @pytest.mark.parametrize(
     ("field", "value", "flag"),
     [
@@ -486,20 +410,6 @@ def test_a_decode_step_reports_a_request_that_is_not_at_its_token() -> None:
     cache, batch = step(cache, Upload(data=data, shape=shape))
     assert int(cache.error_flags) == CacheFlags.BAD_BATCH
     assert set(slots_of(batch).tolist()) == {-1}
-
-
-def test_a_rectangular_decode_step_may_hold_requests_without_a_token() -> None:
-    shape = StepShape.for_plan(PLAN, max_requests=4, tokens_per_request=1)
-    manager, cache = BlockManager(PLAN, max_requests=4), make_cache(PLAN, max_requests=4)
-    manager.start("a")
-    data = manager.step(shape, {"a": 1}).data
-    fields = shape.format.fields
-    data[fields["request_rows"]] = [-1, data[fields["request_rows"].start], -1, -1]
-    data[fields["query_start_loc"]] = [0, 0, 1, 1, 1]
-    cache, batch = step(cache, Upload(data=data, shape=shape))
-    check_errors(cache)
-    assert batch.token_requests.tolist() == [[-1], [1], [-1], [-1]]
-    assert (np.asarray(slots_of(batch)) >= 0).tolist() == [[False], [True], [False], [False]]
 
 
 def test_random_steps_compile_nothing_and_keep_memory_flat() -> None:

@@ -205,84 +205,6 @@ def test_states_and_calls_of_others() -> None:
     np.testing.assert_array_equal(np.asarray(keys)[0, :5], 1)
 
 
-def test_a_state_is_written_where_it_is_told() -> None:
-    """In the block of a draft, and in the layer that a period names."""
-    state = dataclasses.replace(STATE, speculative_blocks=1)
-    plan = jaxkv.plan_cache(dict.fromkeys(("state.0", "state.1"), state), 2**20, max_model_len=32)
-    x, at = jnp.arange(8.0).reshape(2, 4) + 1, jnp.array([1, 0], jnp.int32)
-
-    def by_name(cache, upload):
-        step = Step(cache, upload)
-        for layer_index in range(2):
-            step.write_state("state.0", [x + layer_index], at=at, layer_index=layer_index)
-        return step.done()
-
-    def by_hand(cache, upload):
-        cache, batch = jaxkv.apply_step(cache, upload)
-        for layer_index in range(2):
-            cache = jaxkv.write_state(
-                cache, f"state.{layer_index}", batch, [x + layer_index], at=at
-            )
-        return cache
-
-    given = made(None, plan)
-    assert_same_bytes(jitted(by_name)(*given), jitted(by_hand)(*given))
-
-
-def test_recurrent_layers() -> None:
-    """Two layers over one cache, one over tokens with a batch axis."""
-    linear = jaxkv.StateSpec(block_size=4, shapes=((2, 4, 2),), dtypes=("f32",))
-    conv = jaxkv.StateSpec(block_size=4, shapes=((2, 6),), dtypes=("f32",))
-    plan = jaxkv.plan_cache({"linear": linear, "conv": conv}, 2**20, max_model_len=32)
-    rng = np.random.default_rng(0)
-
-    def random(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype(np.float32)
-
-    tokens = {"qkv": random(8, 12), "log_decay": -abs(random(8, 2))}
-    inputs, kernel = random(8, 6), random(3, 6)
-
-    def by_name(cache, upload):
-        step = Step(cache, upload)
-        given = {name: x[None] for name, x in tokens.items()}
-        out = step.linear_attention("linear", **given, num_key_heads=1)
-        mixed = step.short_conv("conv", inputs, conv_weights=kernel)
-        return step.done(), (out[0], mixed)
-
-    def by_hand(cache, upload):
-        cache, batch = jaxkv.apply_step(cache, upload)
-        cache, out = jaxkv.linear_attention(cache, "linear", batch, **tokens, num_key_heads=1)
-        cache, mixed = jaxkv.short_conv(cache, "conv", batch, inputs, conv_weights=kernel)
-        return cache, (out, mixed)
-
-    given = made(None, plan)
-    assert_same_bytes(jitted(by_name)(*given), jitted(by_hand)(*given))
-
-
-def test_outputs_of_recurrent_layers_have_the_batch_axis_of_their_inputs() -> None:
-    shapes = {"delta": ((2, 12), (2, 4, 2)), "mamba": ((2, 12), (2, 4, 2)), "conv": ((2, 12),)}
-    specs = {
-        name: jaxkv.StateSpec(block_size=4, shapes=of, dtypes=("f32",) * len(of))
-        for name, of in (shapes | {"linear": ((2, 4, 2),)}).items()
-    }
-    plan = jaxkv.plan_cache(specs, 2**20, max_model_len=32)
-    inputs, of_heads, weights = jnp.ones((1, 8, 12)), jnp.ones((1, 8, 2)), jnp.ones((3, 12))
-
-    def outputs(cache, upload):
-        step = Step(cache, upload)
-        conv: dict[str, Any] = {"conv_weights": weights}
-        return (
-            step.gated_delta("delta", inputs, -of_heads, of_heads, num_key_heads=1, **conv),
-            step.mamba2("mamba", inputs, -of_heads, of_heads, num_groups=1, **conv),
-            step.linear_attention("linear", inputs, -of_heads, num_key_heads=1),
-            step.short_conv("conv", inputs, **conv),
-        )
-
-    given = made(None, plan)
-    outs = [(1, 8, 2, 4)] * 3 + [(1, 8, 12)]
-    assert [out.shape for out in jax.eval_shape(outputs, *given)] == outs
-
-
 # --- slips ----------------------------------------------------------------------------
 
 
@@ -386,32 +308,6 @@ def test_layers_of_all_kinds_that_were_not_written_are_named_up_to_three() -> No
     jax.eval_shape(functools.partial(model, 4), *given)
 
 
-def test_a_step_that_could_not_end_goes_on() -> None:
-    def model(*given: Any) -> jaxkv.KVCache:
-        step = Step(*given)
-        x = EMBED[step.token_ids]
-        step.attend(LAYERS[0], *keys_of(x))
-        with pytest.raises(ValueError, match="never wrote"):
-            step.done()
-        step.attend(LAYERS[1], *keys_of(x))
-        return step.done()
-
-    jax.eval_shape(model, *made())
-
-
-@pytest.mark.parametrize("is_traced", [True, False])
-def test_the_first_layer_and_a_period_name_each_layer(is_traced: bool) -> None:
-    def model(cache: jaxkv.KVCache, upload: Any) -> jaxkv.KVCache:
-        step = Step(cache, upload)
-        x = EMBED[step.token_ids]
-        for layer_index in range(2):
-            named = step.last_tokens[0] * 0 + layer_index if is_traced else layer_index
-            x = x + step.attend(LAYERS[0], *keys_of(x), layer_index=named)
-        return step.done()
-
-    jax.eval_shape(model, *made())
-
-
 def test_earlier_tokens_alone_are_read_if_asked() -> None:
     def model(step: Step) -> Any:
         before = step.attend(LAYERS[0], EMBED[step.token_ids], write=False)
@@ -463,36 +359,6 @@ def test_a_state_is_written_twice_only_in_places_that_are_named() -> None:
     jax.eval_shape(lambda *given: model(Step(*given), jnp.zeros(2, jnp.int32)), *given)
     with pytest.raises(ValueError, match="layer='state' is written twice in one step"):
         jax.eval_shape(lambda *given: model(Step(*given), None), *given)
-
-
-def test_encoder_tokens_are_read_by_steps_that_write_none() -> None:
-    cross = jaxkv.CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="f32")
-    limits = jaxkv.Limits(max_encoder_tokens=4)
-    plan = jaxkv.plan_cache({"cross": cross}, 2**20, max_model_len=32, limits=limits)
-
-    def model(cache: jaxkv.KVCache, upload: Any) -> jaxkv.KVCache:
-        step = Step(cache, upload)
-        step.attend("cross", EMBED[step.token_ids])
-        return step.done()
-
-    jax.eval_shape(model, *made(None, plan))
-
-
-def test_what_a_layer_shares_is_read_once_its_owner_wrote_it() -> None:
-    shared = {"reader": jaxkv.SharedKVSpec("layers.0")}
-    plan = jaxkv.plan_cache({"layers.0": SPEC} | shared, 2**20, max_model_len=32)
-
-    def model(cache: jaxkv.KVCache, upload: Any, *, writes: bool) -> Any:
-        step = Step(cache, upload)
-        x = EMBED[step.token_ids]
-        if writes:
-            x = x + step.attend("layers.0", *keys_of(x))
-        return step.attend("reader", x), step.done()
-
-    given = made(None, plan)
-    jax.eval_shape(functools.partial(model, writes=True), *given)
-    with pytest.raises(ValueError, match="layer='reader' is read and this step has not written"):
-        jax.eval_shape(functools.partial(model, writes=False), *given)
 
 
 # Methods, and the axes of their arrays after those of the tokens.
