@@ -227,7 +227,7 @@ def test_sharing_copies_no_pool(name: str, stacked: bool | None) -> None:
 # --- batches of other steps -----------------------------------------------------------
 
 
-class Serving:
+class Loop:
     def __init__(self) -> None:
         self.plan = plan_of(MODELS["attend"])
         self.cache = jaxkv.make_cache(self.plan, max_requests=REQUESTS)
@@ -250,26 +250,26 @@ def attend_in_old(cache, upload):
     return attend(cache, "full.0", batch, X)[0]
 
 
-def drops_the_cache(serving: Serving) -> Any:
-    return attend_in_old(serving.cache, serving.upload())
+def drops_the_cache(loop: Loop) -> Any:
+    return attend_in_old(loop.cache, loop.upload())
 
 
-def keeps_an_old_batch(serving: Serving) -> Any:
-    cache, batch = apply(serving.cache, serving.upload())
-    cache, _ = apply(cache, serving.upload())
+def keeps_an_old_batch(loop: Loop) -> Any:
+    cache, batch = apply(loop.cache, loop.upload())
+    cache, _ = apply(cache, loop.upload())
     cache, _ = each(cache, "full.0", batch, X)
     return cache
 
 
-def writes_by_an_old_batch(serving: Serving) -> Any:
-    cache, batch = apply(serving.cache, serving.upload())
-    cache, _ = apply(cache, serving.upload())
+def writes_by_an_old_batch(loop: Loop) -> Any:
+    cache, batch = apply(loop.cache, loop.upload())
+    cache, _ = apply(cache, loop.upload())
     return jaxkv.write_tokens(cache, "full.0", batch, X[:, :2], X[:, :2])
 
 
 @pytest.mark.parametrize("mistake", [drops_the_cache, keeps_an_old_batch, writes_by_an_old_batch])
 def test_a_batch_of_another_step_is_reported(mistake: Callable[..., Any]) -> None:
-    cache = mistake(Serving())
+    cache = mistake(Loop())
     assert int(cache.error_flags) == CacheFlags.STALE_BATCH
     with pytest.raises(jaxkv.CacheError, match="a batch of another step than the cache's"):
         jaxkv.check_errors(cache)
@@ -277,9 +277,9 @@ def test_a_batch_of_another_step_is_reported(mistake: Callable[..., Any]) -> Non
 
 def test_errors_of_a_step_survive_a_cache_that_is_dropped() -> None:
     """The batch brings them to the cache that goes on."""
-    serving = Serving()
-    serving.upload()  # and never runs it
-    cache = drops_the_cache(serving)
+    loop = Loop()
+    loop.upload()  # and never runs it
+    cache = drops_the_cache(loop)
     assert (
         int(cache.error_flags) & (CacheFlags.STALE_BATCH | CacheFlags.LOST_UPLOAD)
         == CacheFlags.STALE_BATCH | CacheFlags.LOST_UPLOAD
@@ -289,8 +289,8 @@ def test_errors_of_a_step_survive_a_cache_that_is_dropped() -> None:
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_a_batch_of_this_step_is_not_reported(in_scan: bool) -> None:
     """In an idle step, too, and by a traced period."""
-    serving = Serving()
-    cache = serving.cache
+    loop = Loop()
+    cache = loop.cache
 
     def run(cache, batch):
         if not in_scan:
@@ -303,15 +303,15 @@ def test_a_batch_of_this_step_is_not_reported(in_scan: bool) -> None:
 
         return jax.lax.scan(body, cache, jnp.arange(3, dtype=jnp.int32))[0]
 
-    for upload in (serving.upload(), serving.shape.idle(), serving.upload()):
+    for upload in (loop.upload(), loop.shape.idle(), loop.upload()):
         cache = jax.jit(run)(*apply(cache, upload))
     jaxkv.check_errors(cache)
     assert cache.status.tolist() == [0, 2]
 
 
 def test_the_batch_of_a_step_outlives_the_donated_cache() -> None:
-    serving = Serving()
-    cache, batch = apply(serving.cache, serving.upload())
+    loop = Loop()
+    cache, batch = apply(loop.cache, loop.upload())
     after, _ = each(cache, "full.0", batch, X)
     jaxkv.check_errors(after)
     assert batch.status.tolist() == [0, 1]

@@ -10,9 +10,8 @@ import pytest
 
 import jaxkv
 from jaxkv.__main__ import main
-from jaxkv._src.demo import model as model_module
 from jaxkv._src.demo import run
-from jaxkv._src.demo.model import Model, forward_step, init_params, query_dtype
+from jaxkv._src.demo.model import Model, forward_step, init_params
 from jaxkv._src.demo.reference import logprobs_of
 from jaxkv._src.demo.run import BOUNDS, Served, bound_of, compare, make_engine, make_requests
 from jaxkv.testing import count_compilations
@@ -121,11 +120,6 @@ def test_the_command_tells_a_short_story_with_the_result_at_its_end(
     assert "Serving 4 requests on " in "\n".join(lines)
 
 
-def test_a_nan_is_no_agreement() -> None:
-    output = jaxkv.Output(0, 0, [1, 2], [np.nan, 0.0], [0, 0], "length")
-    assert np.isnan(compare(served_by("fp8_e4m3"), [[3]], [output])[0])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -138,17 +132,6 @@ def test_a_nan_is_no_agreement() -> None:
 def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, message) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kv_dtype", BOUNDS)
-def test_queries_have_16_bits_where_the_kernel_wants_them(kv_dtype: str, monkeypatch) -> None:
-    assert (query_dtype(kv_dtype), bound_of(kv_dtype)) == ("float32", BOUNDS[kv_dtype]) or (
-        model_module.default_implementation() == "mosaic_gpu"
-    )
-    monkeypatch.setattr(model_module, "default_implementation", lambda: "mosaic_gpu")
-    widths = {"f32": "float32", "bf16": "bfloat16"}
-    assert query_dtype(kv_dtype) == widths.get(kv_dtype, "float16")
-    assert bound_of(kv_dtype) == (0.02 if kv_dtype == "bf16" else BOUNDS[kv_dtype])
 
 
 @needs_mosaic

@@ -132,34 +132,6 @@ def test_requests_may_be_as_long_as_int32_counts_and_no_longer() -> None:
             plan_of({"a": layer}, 20, INT32_MAX + 1, limits=LIMITS)
 
 
-@pytest.mark.parametrize("layers", [{}, {"attention": FULL}], ids=["states only", "hybrid"])
-def test_a_request_never_reads_a_state_that_it_did_not_write(layers) -> None:
-    states = {mode: state(mode) for mode in ("none", "align", "all")}
-    plan, manager, shape = manager_of(states | layers, num_blocks=20, requests=1)
-
-    @jax.jit
-    def step(cache, upload):
-        cache, batch = jaxkv.apply_step(cache, upload)
-        found = {mode: jaxkv.read_state(cache, mode, batch)[0][0] for mode in states}
-        at = jnp.zeros(1, jnp.int32)
-        there = {mode: jaxkv.read_state(cache, mode, batch, at=at)[0][0] for mode in states}
-        for mode in states:
-            cache = jaxkv.write_state(cache, mode, batch, [jnp.full((1, 2), 7.0)])
-        return cache, found, there
-
-    cache = jaxkv.make_cache(plan, max_requests=1)
-    for request in range(12):  # until every block had an owner
-        manager.start(request)
-        for computed in (0, 3):
-            cache, found, there = step(cache, manager.step(shape, {request: 3}))
-            for read in (found,) if computed else (found, there):
-                assert {mode: got.tolist() for mode, got in read.items()} == dict.fromkeys(
-                    states, [7.0 * (computed > 0)] * 2
-                )
-        manager.finish(request)
-    jaxkv.check_errors(cache)
-
-
 @pytest.mark.parametrize("max_requests", [3, 5])
 def test_a_state_of_one_request_is_not_taken_for_those_of_all(max_requests) -> None:
     """All of the step, which may be fewer than the cache has room for."""

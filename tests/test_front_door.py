@@ -277,20 +277,6 @@ def assert_means_of_ones(out: jax.Array, count: int) -> None:
     assert not np.asarray(out)[count:].any()
 
 
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
-def test_a_cache_of_80_layers_has_few_arrays(kind: str) -> None:
-    """Every array of a jitted call costs the host some microseconds."""
-    layers: dict[str, Any] = {
-        f"layer.{i}": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)
-        for i in range(80)
-    }
-    if kind == "hybrid":
-        state = jaxkv.StateSpec(block_size=16, shapes=((4, 16),), dtypes=("f32",))
-        layers |= dict.fromkeys([f"layer.{i}" for i in range(80) if i % 4], state)
-    plan = planned(layers)
-    assert len(jax.tree.leaves(jaxkv.make_cache(plan, max_requests=4))) <= 8
-
-
 # --- a fresh state is zero ------------------------------------------------------------
 
 KV = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)

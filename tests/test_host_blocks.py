@@ -15,8 +15,6 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv import HostBlocks, KVCache, Plan, make_cache
-from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.offload import _host_pool
 from jaxkv._src.offload import host_blocks as _host_blocks
 from jaxkv._src.offload._chunk_copies import put, take
 from jaxkv.blocks import Chunk, Transfers, Upload
@@ -192,23 +190,6 @@ ORDERS = [
 ]
 
 
-def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(monkeypatch) -> None:
-    monkeypatch.setattr(_host_pool, "CHUNK_SIZES", (2, 1))  # fewer programs to compile
-    plan = jaxkv.plan_cache([{"a": FULL}, {"v": WINDOW}], [2**16] * 2, max_model_len=16)
-    cache, memory = make_cache(plan, max_requests=2, worker=1), HostBlocks()
-    sizes = [*map(cache.layout.buffers.layout.group_bytes, range(len(plan.groups)))]
-    assert [size > 0 for size in sizes] == [False, True]
-    with mock.patch.object(memory, "_to_host", wraps=memory._to_host) as copies:
-        cache = memory.warm_up(cache)
-        compiled = copies.call_count
-        memory.warm_up(cache, 10_000)
-    assert copies.call_count == 2 * compiled + cdiv(10_000, 2 * sizes[1])
-    plan = jaxkv.plan_cache([{"a": FULL}, {}], [2**16] * 2, max_model_len=16)
-    empty, memory = make_cache(plan, max_requests=2, worker=1), HostBlocks()
-    memory.warm_up(empty, 10_000)
-    assert not memory.num_bytes
-
-
 @pytest.mark.parametrize(
     ("name", "options", "group"),
     # Group 1 has one layer, and group 2 two, whose pages of odd bytes together are words.
@@ -278,16 +259,6 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
             assert memory.bytes_in_flight == 0
     assert [buffer.unsafe_buffer_pointer() for buffer in cache.buffers] == pointers
     assert (take._cache_size(), put._cache_size()) == counts
-
-
-def test_copies_wait_for_older_ones_that_take_device_memory(monkeypatch) -> None:
-    monkeypatch.setattr(_host_blocks, "MAX_STAGED", 20)
-    for num_bytes, waited in ((10, 3), (7, 3), (11, 4), (5, 1), (4, 0)):
-        memory, staged, copies = HostBlocks(), _host_blocks.Staged(), []
-        for _ in range(5):
-            copies.append(mock.Mock())
-            memory._note(staged, copies[-1], (np.zeros(num_bytes, np.uint8),))
-        assert [copy.block_until_ready.called for copy in copies] == [i < waited for i in range(5)]
 
 
 @needs_devices(2)
@@ -434,16 +405,6 @@ def test_moves_after_a_reset_go_on_where_a_copy_failed(monkeypatch: pytest.Monke
     cache = memory.transfer(caught.value.cache, swap)
     for buffer, old in zip(bytes_in(cache), before, strict=True):
         np.testing.assert_array_equal(buffer[:, [6, 7]], old[:, [7, 6]])
-
-
-def test_a_cache_of_several_processes_is_refused() -> None:
-    cache = filled("full")
-    status = mock.Mock(**{"sharding.is_fully_addressable": False})
-    others = dataclasses.replace(cache, status=status)
-    with pytest.raises(ValueError, match="other processes"):
-        HostBlocks().transfer(others, transfers(1))
-    with pytest.raises(ValueError, match="other processes"):
-        HostBlocks().warm_up(others)
 
 
 def test_moves_in_another_order_are_refused() -> None:

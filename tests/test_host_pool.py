@@ -87,7 +87,7 @@ def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
         for tokens in prompts:
             rules = [HostMemory(num_bytes=1, min_tokens=n) for n in (1, 10**6)]
             found, here = (match(served, tokens, rule) for rule in rules)
-            ids = np.concatenate([part.block_ids for part in found.columns])
+            ids = np.concatenate([part.block_ids for part in found.shared])
             ids = ids[ids >= served.plan.num_blocks].astype(np.int64)
             gained = found.num_tokens - here.num_tokens
             assert found.num_host_tokens == gained, "of a prefix that lies in both memories"

@@ -75,7 +75,7 @@ def test_processes_serve_the_tokens_of_one_device(how, seed, count, served) -> N
 def test_each_process_holds_its_own_parts_of_the_cache_and_no_others(served) -> None:
     """After forks, copies, zeroed blocks and naps, under explicit axes.
 
-    Every two processes are a replica, with books and steps of its own.
+    Every two processes are a replica, with a block manager and steps of its own.
     """
     for replica in range(len(served) // 2):
         assert_parts([result["small"] for result in served[2 * replica :][:2]], replica)

@@ -1,4 +1,4 @@
-"""Blocks in host memory: the books, checked on a device of dictionaries."""
+"""Blocks in host memory: the manager, checked on a device of dictionaries."""
 
 import dataclasses
 import itertools

@@ -23,8 +23,8 @@ GROWTHS = {
 }
 
 
-def columns_read(name: str, position: int) -> range:
-    """The columns that the token at a position reads, where a block ends before it."""
+def blocks_read(name: str, position: int) -> range:
+    """The logical blocks that the token at a position reads, where a block ends before it."""
     oldest = {"full": 0, "window": max(position - 5, 0), "chunk": position // 6 * 6}
     return range(oldest.get(name, position - 1) // 4, position // 4)
 
@@ -33,18 +33,18 @@ def columns_read(name: str, position: int) -> range:
 def test_a_miss_is_an_eviction_only_if_an_evicted_block_would_be_read(name: str) -> None:
     policy, draw, seen = PrefixPolicy(GROWTHS[name], 4), np.random.default_rng(0), set()
     for _ in range(200):
-        columns = draw.choice([EVICTED, 0, 7], 6, p=draw.dirichlet([1, 1, 3]))
+        block_ids = draw.choice([EVICTED, 0, 7], 6, p=draw.dirichlet([1, 1, 3]))
         ends = 4 * np.arange(1, 7)
-        held = [all(columns[c] > 0 for c in columns_read(name, end)) for end in ends]
-        assert _held_at(policy, columns, ends).tolist() == held
-        assert [_holds_whole(policy, columns, end) for end in ends.tolist()] == held
+        held = [all(block_ids[c] > 0 for c in blocks_read(name, end)) for end in ends]
+        assert _held_at(policy, block_ids, ends).tolist() == held
+        assert [_holds_whole(policy, block_ids, end) for end in ends.tolist()] == held
         missing = ends[~np.array(held)]
         missing = missing[draw.random(missing.size) < 0.6]  # other groups have larger blocks
         if missing.size:
-            read = {int(columns[c]) for end in missing for c in columns_read(name, end)}
+            read = {int(block_ids[c]) for end in missing for c in blocks_read(name, end)}
             hole = "no_checkpoint" if name == "states" else "left_window"
-            seen.add(_why_not_held(policy, columns, missing))
-            assert _why_not_held(policy, columns, missing) == (
+            seen.add(_why_not_held(policy, block_ids, missing))
+            assert _why_not_held(policy, block_ids, missing) == (
                 "evicted" if EVICTED in read else hole
             )
     assert len(seen) == 2

@@ -365,13 +365,13 @@ def test_a_start_that_is_refused_is_not_counted() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_states_are_evicted_in_the_order_of_their_last_use(seed: int) -> None:
     """Those are used that a request makes, finds or goes on from, until it ends."""
-    serving = InOrderOfUse(seed)
+    states = InOrderOfUse(seed)
     for _ in range(150):
-        serving.act(int(serving.draw.integers(3)))
-        serving.check()
-    stats = serving.manager.prefix_stats()
-    assert stats.hits > 5 and stats.reasons == serving.reasons
-    assert {name: getattr(stats, name) for name in serving.counts} == serving.counts
+        states.act(int(states.draw.integers(3)))
+        states.check()
+    stats = states.manager.prefix_stats()
+    assert stats.hits > 5 and stats.reasons == states.reasons
+    assert {name: getattr(stats, name) for name in states.counts} == states.counts
     assert stats.hit_rate == stats.cached_tokens / stats.prompt_tokens
 
 

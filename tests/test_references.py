@@ -18,7 +18,6 @@ from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
-    EncoderOnlySpec,
     FullAttentionSpec,
     LayerSpec,
     Limits,
@@ -99,11 +98,6 @@ def test_reference_rows_keep_what_was_written_last_and_flag_what_was_dropped() -
     )
 
 
-def test_reference_tables_are_of_a_row_at_least() -> None:
-    with pytest.raises(ValueError, match="max_requests must be at least 1, got 0"):
-        ReferenceTables(plan_of({"a": FULL}), max_requests=0)
-
-
 def test_reference_slots_deal_positions_out_among_ranks_as_cards() -> None:
     plan = plan_of({"a": FULL}, context_parallel=2)
     for rank, wanted in ((0, [4, 5, -1, -1, 6, 7, -1, -1, 24]), (1, [-1, -1, 4, 5, -1, -1, 6])):
@@ -131,21 +125,6 @@ def test_reference_addresses_count_the_axes_in_order(order: str, tile: int) -> N
     pool.write("b", 2, 0, data[:3]), pool.write("b", 2, 3, data[3:]), pool.write("b", 0, 0, data)
     assert pool.page("b", 2).tolist() == data.tolist() and pool.memory.sum() == data.sum()
     assert not pool.page("b", 0).any() and not pool.page("b", 3).any()
-
-
-@pytest.mark.parametrize(("order", "tensors"), [("LBNHC", [0]), ("BLNHC", [0, 1])])
-def test_reference_zeroes_and_copies_reach_the_tensors_of_a_group(order, tensors) -> None:
-    """A block in one piece is copied whole."""
-    plan = plan_of({"a": FULL, "b": FULL, "c": WINDOW}, 4, max_model_len=4)
-    pool = ReferencePool(plan.layout, 4, order=order)
-    for tensor, pages in enumerate(pool.tensors):
-        pages[...] = 10 * tensor + np.arange(4)[:, None]
-    pool.copy([[], [1, 2, 0]], [[], [2, 1, 3]])
-    pool.zero([[0, 4], [3]])
-    for tensor, pages in enumerate(pool.tensors):
-        wanted = [0, 2, 1, 0] if tensor in tensors else range(4)
-        base = [10 * tensor] * 3 + [10 * tensor * (tensor not in tensors)]
-        assert (pages == np.add(wanted, base)[:, None]).all()
 
 
 def test_reference_kernels_work_at_once_and_leave_out_what_is_out_of_range() -> None:
@@ -190,41 +169,6 @@ def test_what_requests_write_lands_within_their_rows_and_must_be_read_again(
                 wrong = pages.copy()
                 wrong[column] ^= 1
                 assert f"logical block {column} has" in problem(wrong, unwritten_reads_zero=False)
-
-
-def test_a_state_that_somebody_reads_as_keys_is_nan() -> None:
-    state = StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",))
-    cache = ReferenceCache(plan_of({"state": state}))
-    cache.start("r")
-    (write,) = cache.write("r", 0, 3)
-    assert list(write.positions) == [2] and np.isfinite(write.rows.view(np.float32)).all()
-    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
-        assert np.isnan(write.rows.view(jnp.dtype(dtype)).astype(np.float32)).any()
-
-
-def test_nan_in_any_array_of_a_state_is_found() -> None:
-    state = StateSpec(block_size=4, shapes=((2,), (3,)), dtypes=("bf16", "f32"))
-    cache = ReferenceCache(plan_of({"state": state}))
-    cache.start("r"), cache.write("r", 0, 3)
-    pages = cache._pages["r", "state"].data
-    for dtype, start, end in (("bfloat16", 0, 4), ("float32", 4, 16)):
-        itemsize = jnp.dtype(dtype).itemsize
-        for at in range(start, end, itemsize):
-            wrong = pages.copy()
-            wrong[0, at : at + itemsize].view(jnp.dtype(dtype))[:] = np.nan
-            problem = cache.find_problem("r", "state", [0], wrong, unwritten_reads_zero=False)
-            assert problem == "logical block 0 reads as NaN, and no request wrote that"
-
-
-def test_forks_may_share_a_block_until_one_of_them_writes_into_it() -> None:
-    cache = ReferenceCache(plan_of({"a": FULL}))
-    cache.start("r"), cache.write("r", 0, 6), cache.fork("s", "r", 6)
-    shared = functools.partial(cache.share, 0)
-    assert [shared(column, "r", "s") for column in range(3)] == [True, True, False]
-    cache.write("s", 6, 7)
-    assert shared(0, "r", "s") and not shared(1, "r", "s")
-    cache.rewind("s", 6)  # a rejected token may stay
-    assert shared(1, "r", "s")
 
 
 @pytest.mark.parametrize(
@@ -279,17 +223,6 @@ def test_the_rows_of_kept_tokens_must_be_read_and_those_of_rejected_ones_need_no
             by_row[number, 0] ^= 1
 
 
-def test_a_state_is_not_set_back_past_the_newest_that_a_block_holds() -> None:
-    cache = ReferenceCache(plan_of({"a": STATE}))
-    cache.start("r"), cache.write("r", 0, 4), cache.write("r", 4, 7)
-    cache.rewind("r", 4)
-    cache.write("r", 3, 7)
-    with pytest.raises(
-        AssertionError, match="set back to 6 tokens, and the state in logical block 1"
-    ):
-        cache.rewind("r", 6)
-
-
 @pytest.mark.parametrize("drafts", range(4))
 @pytest.mark.parametrize("cache_mode", ["none", "align", "all"])
 def test_a_state_is_set_back_to_where_a_block_or_a_draft_keeps_it(cache_mode, drafts) -> None:
@@ -302,20 +235,3 @@ def test_a_state_is_set_back_to_where_a_block_or_a_draft_keeps_it(cache_mode, dr
         refused = pytest.raises(AssertionError, match=f"set back to {kept} tokens")
         with contextlib.nullcontext() if is_kept else refused:
             cache.rewind("r", kept)
-
-
-def test_layers_without_rows_of_their_own_have_no_place() -> None:
-    with pytest.raises(TypeError, match="stores neither tokens nor a state"):
-        locate_in_row(EncoderOnlySpec(), 0)
-    assert locate_in_row(MLASpec(block_size=8, head_size=4, compress_ratio=4), 13) == (1, 8)
-    with pytest.raises(ValueError, match="position must be at least 0, got -1"):
-        locate_in_row(FULL, -1)
-
-
-def test_references_of_other_seeds_write_other_bytes() -> None:
-    def first_rows(**seed: int) -> bytes:
-        cache = ReferenceCache(plan_of({"a": FULL}), **seed)
-        cache.start("r")
-        return cache.write("r", 0, 8)[0].rows.tobytes()
-
-    assert first_rows() == first_rows(seed=0) != first_rows(seed=1)

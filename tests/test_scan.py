@@ -6,7 +6,6 @@ with attention, in one `jax.lax.scan` with the cache in its carry.
 
 import contextlib
 import functools
-import itertools
 import math
 import re
 from typing import Any, NamedTuple
@@ -19,8 +18,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.cache import CacheFlags
-from jaxkv._src.internal.mesh import check_not_explicit
 from jaxkv.testing import assert_in_place, assert_same_bytes
 from tests.test_attend import poisoned
 
@@ -129,16 +126,6 @@ def test_a_scan_over_periods_equals_the_unrolled_model() -> None:
     assert all(np.isfinite(out).all() and out.any() for out in ends[0][1])
 
 
-def test_padding_changes_no_byte_in_any_period() -> None:
-    """A step without requests, whose tokens are all NaN."""
-    plan = hybrid()
-    manager, cache = started(plan), cache_of(plan)
-    cache, _ = run_scanned(cache, manager.step(shape_of(plan), WORKS[0]), inputs()[0])
-    before = jax.tree.map(np.array, cache)
-    after, _ = run_scanned(cache, shape_of(plan).idle(), np.full_like(inputs()[0], np.nan))
-    assert_same_bytes(after, before)
-
-
 def test_a_scan_copies_nothing_as_large_as_the_pool() -> None:
     """It works on the donated buffer itself, whatever the number of periods."""
     plan = hybrid()
@@ -166,42 +153,6 @@ def test_copies_are_found_in_a_compiled_program() -> None:
 
     text = jax.jit(keep_both).lower(jnp.zeros(4096, jnp.uint8)).compile().as_text()
     assert "4096" in COPIES.findall(text)
-
-
-@jax.jit
-def attend_in(cache, upload, x, layer_index):
-    stepped, batch = jaxkv.apply_step(cache, upload)
-    keys = x[:, :HEADS]
-    return stepped, *jaxkv.attend(stepped, "full.0", batch, x, keys, keys, layer_index=layer_index)
-
-
-def test_a_period_that_does_not_exist_attends_to_nothing_and_is_reported() -> None:
-    """Never to another layer, which reads the same columns of the same table."""
-    plan = hybrid()
-    cache, upload, x = cache_of(plan), started(plan).step(shape_of(plan), WORKS[0]), inputs()[0]
-    for layer_index in (-1, PERIODS, 2**31 - 1, -(2**31)):
-        stepped, after, out = attend_in(cache, upload, x, np.int32(layer_index))
-        assert not np.asarray(out).any()
-        assert_same_bytes(after.buffers, stepped.buffers)
-        assert int(after.error_flags) == CacheFlags.BAD_LAYER_INDEX
-    _, after, out = attend_in(cache, upload, x, np.int32(PERIODS - 1))
-    jaxkv.check_errors(after)
-    assert np.isfinite(np.asarray(out)).all() and np.asarray(out).any()
-
-
-@pytest.mark.parametrize("layer_index", [-1, PERIODS])
-def test_a_period_that_is_an_int_and_does_not_exist_is_refused(layer_index) -> None:
-    plan, x = hybrid(), np.zeros((TOKENS, HEADS, SIZE), np.float32)
-
-    def use(cache, upload):
-        cache, batch = jaxkv.apply_step(cache, upload)
-        refused = f"layer_index={layer_index} is not in 0..1: layer="
-        with pytest.raises(ValueError, match=f"{refused}'full.0' has 2"):
-            jaxkv.attend(cache, "full.0", batch, x, x, x, layer_index=layer_index)
-        with pytest.raises(ValueError, match=f"{refused}'state.0' has 2"):
-            jaxkv.read_state(cache, "state.0", batch, layer_index=layer_index)
-
-    jax.eval_shape(use, cache_of(plan), shape_of(plan).idle())
 
 
 # --- explicit axes --------------------------------------------------------------------
@@ -232,19 +183,6 @@ PLACES = [  # `test_sharded` has arrays that are not on a mesh of one device or 
     Place(2, True, "data", False, SHARDED),
     Place(2, False, None, True, ONE_DEVICE),
 ]
-
-
-@pytest.mark.parametrize("axes", [(), (None, "x"), ("y",), (("x", "y"),), (None, ("y", "x"))])
-def test_an_array_over_an_explicit_axis_is_refused_wherever_its_spec_names_it(axes) -> None:
-    """Also where two axes divide one of the array."""
-    for types in itertools.product((AxisType.Auto, AxisType.Explicit), repeat=2):
-        mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=types, devices=DEVICES[:1])
-        x = jax.device_put(np.zeros((2, 2)), NamedSharding(mesh, PartitionSpec(*axes)))
-        named = {name for axis in axes if axis for name in axis}
-        explicit = {n for n, t in zip("xy", types, strict=True) if t == AxisType.Explicit}
-        refused = pytest.raises(ValueError, match="is sharded over the explicit mesh axis")
-        with refused if named & explicit else contextlib.nullcontext():
-            check_not_explicit({"others": 1.0, "x": [x]})
 
 
 def whole_step(cache, upload, x):

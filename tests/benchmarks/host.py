@@ -1,4 +1,4 @@
-"""Books and packing of a step on the host, next to vLLM's `KVCacheManager`.
+"""Bookkeeping and packing of a step on the host, next to vLLM's `KVCacheManager`.
 
 Ours is `BlockManager.step`: it grows all requests or none and packs everything that the device
 must learn. vLLM's is ``allocate_slots`` for each request and the new block ids as lists, without
@@ -25,7 +25,7 @@ from tests.benchmarks.workload import (
     LONGEST_CHUNK,
     STATE,
     WINDOW,
-    VllmBooks,
+    VllmManager,
     make_plan,
     prefill,
     prompt_len,
@@ -55,7 +55,7 @@ class Figure(NamedTuple):
 
 def run(report: Report, peer: VllmPeer | None) -> None:
     report.title(
-        "Books and packing of a decode step on the host: median us, thread time in brackets"
+        "Bookkeeping and packing of a decode step on the host: median us, thread time in brackets"
     )
     for name in GROUPS:
         for count in by_size(full=REQUESTS, small=REQUESTS, smallest=(8,)):
@@ -90,15 +90,15 @@ def _decode(report: Report, peer: VllmPeer | None, name: str, count: int) -> Non
     text += f"p99 {ours.p99:.1f}; after grow {lookahead.wall:.1f})"
     figures = {"jaxkv": ours.wall, "jaxkv_thread": ours.thread, "jaxkv_grow": lookahead.wall}
     if peer is not None:
-        books = VllmBooks(peer, plan)
+        vllm_manager = VllmManager(peer, plan)
         for i in range(count):
-            books.start(i, prompt_len(i))
-            books.step({i: prompt_len(i)})
+            vllm_manager.start(i, prompt_len(i))
+            vllm_manager.step({i: prompt_len(i)})
         settle()
-        theirs = _figure(functools.partial(books.step, work), min(steps, 32))
-        while manager.num_computed_tokens(0) > books.requests[0].num_computed_tokens:
-            books.step(work)
-        _check_same_blocks(manager, books)
+        theirs = _figure(functools.partial(vllm_manager.step, work), min(steps, 32))
+        while manager.num_computed_tokens(0) > vllm_manager.requests[0].num_computed_tokens:
+            vllm_manager.step(work)
+        _check_same_blocks(manager, vllm_manager)
         figures |= {"vllm": theirs.wall, "vllm_thread": theirs.thread}
         text += f"  vLLM {theirs.wall:8.1f} ({theirs.thread:.1f})"
         text += f"  {theirs.thread / ours.thread:5.1f} times ours"
@@ -127,11 +127,11 @@ def _figure(call: Callable[[], object], repeats: int) -> Figure:
     )
 
 
-def _check_same_blocks(manager: BlockManager, books: VllmBooks) -> None:
+def _check_same_blocks(manager: BlockManager, vllm_manager: VllmManager) -> None:
     """Raises unless both hold as many blocks: else they did not do the same work."""
-    if manager.num_free_blocks != books.num_free_blocks:
+    if manager.num_free_blocks != vllm_manager.num_free_blocks:
         raise RuntimeError(
-            f"jaxkv has {manager.num_free_blocks} free blocks and vLLM {books.num_free_blocks}"
+            f"jaxkv has {manager.num_free_blocks} free blocks and vLLM {vllm_manager.num_free_blocks}"
         )
 
 
@@ -182,15 +182,15 @@ def _our_calls(plan: Plan, others: int) -> Calls:
 
 
 def _vllm_calls(peer: VllmPeer, plan: Plan, others: int) -> Calls:
-    books = VllmBooks(peer, plan)
+    vllm_manager = VllmManager(peer, plan)
     for i in range(others):
-        books.start(i, prompt_len(i))
-        books.step({i: prompt_len(i)})
+        vllm_manager.start(i, prompt_len(i))
+        vllm_manager.step({i: prompt_len(i)})
 
     def step(name: str, tokens: int) -> None:
-        books.step({name: tokens})
+        vllm_manager.step({name: tokens})
 
-    return Calls(books.start, step, lambda name, tokens: None, step, books.finish)
+    return Calls(vllm_manager.start, step, lambda name, tokens: None, step, vllm_manager.finish)
 
 
 def _life(calls: Calls) -> list[float]:
@@ -304,8 +304,8 @@ def _engine(count: int) -> tuple[Any, list[float]]:
         return calls
 
     @functools.cache
-    def answer(samples: int) -> np.ndarray:
-        return np.zeros((1, 2 * samples + 1), np.int32)
+    def answer(samples: int) -> dict[str, np.ndarray]:
+        return {"sampled": np.zeros((1, 2 * samples + 1), np.int32)}
 
     engine._packer.pack = timed
     engine._device.run = lambda uploads: answer(uploads[0].shape.batch_size)

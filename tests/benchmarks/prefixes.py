@@ -25,7 +25,7 @@ from tests.benchmarks.workload import (
     LONGEST_CHUNK,
     STATE,
     WINDOW,
-    VllmBooks,
+    VllmManager,
     make_plan,
     prompt_len,
     settle,
@@ -132,10 +132,10 @@ def _our_life(plan: Plan, length: int) -> Life:
 
 
 def _vllm_life(peer: VllmPeer, plan: Plan, length: int) -> Life:
-    books = {caches: VllmBooks(peer, plan, caches=caches) for caches in (False, True)}
+    managers = {caches: VllmManager(peer, plan, caches=caches) for caches in (False, True)}
 
     def life(prompt: np.ndarray | None) -> Seconds:
-        mine = books[prompt is not None]
+        mine = managers[prompt is not None]
         tokens = [0] * length if prompt is None else prompt.tolist()
         clocks = [time.thread_time()]
         cached = mine.start("a", length, tokens)

@@ -21,13 +21,13 @@ from tests.benchmarks.workload import (
     LONGEST_CHUNK,
     MAX_MODEL_LEN,
     WINDOW,
-    VllmBooks,
+    VllmManager,
     make_plan,
     prompt_len,
     settle,
 )
 
-PARTS = ("schedule and grow", "books and packing", "dispatch", "append", "wait")
+PARTS = ("schedule and grow", "blocks and packing", "dispatch", "append", "wait")
 PROMPT = 7680  # tokens of the prompts that are computed in chunks
 
 
@@ -188,7 +188,7 @@ class VllmServer:
 
         device = torch.device("cuda")
         self.case, self.vllm, self.work = case, peer.tables, case.work()
-        self.books = VllmBooks(peer, case.plan())
+        self.manager = VllmManager(peer, case.plan())
         self.tables = peer.tables.BlockTables(
             [BLOCK_SIZE] * case.groups,
             case.rows,
@@ -197,12 +197,12 @@ class VllmServer:
             device,
         )
         for name, tokens in case.prompts.items():
-            self.books.start(name, tokens)
-            (ids,) = self.books.step({name: tokens})
+            self.manager.start(name, tokens)
+            (ids,) = self.manager.step({name: tokens})
             self.tables.append_block_ids(name, ids, overwrite=True)
         self.tables.apply_staged_writes()
         if case.chunk:
-            self.books.start(case.requests, PROMPT)
+            self.manager.start(case.requests, PROMPT)
         counts = [1] * case.requests + [case.chunk] * bool(case.chunk)
         self.rows = np.arange(case.rows, dtype=np.int64)
         self.ends = np.cumsum([0, *counts]).astype(np.int32)
@@ -215,13 +215,13 @@ class VllmServer:
         settle()
 
     def step(self) -> None:
-        case, books, tables, vllm = self.case, self.books, self.tables, self.vllm
+        case, manager, tables, vllm = self.case, self.manager, self.tables, self.vllm
         prompt = case.requests
-        if case.chunk and books.requests[prompt].num_computed_tokens == PROMPT:
-            books.finish(prompt)
-            books.start(prompt, PROMPT)
-        is_new = bool(case.chunk) and not books.requests[prompt].num_computed_tokens
-        for row, ids in enumerate(books.step(self.work)):
+        if case.chunk and manager.requests[prompt].num_computed_tokens == PROMPT:
+            manager.finish(prompt)
+            manager.start(prompt, PROMPT)
+        is_new = bool(case.chunk) and not manager.requests[prompt].num_computed_tokens
+        for row, ids in enumerate(manager.step(self.work)):
             if ids is not None:
                 tables.append_block_ids(row, ids, overwrite=is_new and row == prompt)
         tables.apply_staged_writes()
@@ -234,5 +234,5 @@ class VllmServer:
     def quiet_steps(self) -> None:
         """Runs steps until all requests begin a block in the next one."""
         self.step()
-        while self.books.requests[0].num_computed_tokens % BLOCK_SIZE:
+        while self.manager.requests[0].num_computed_tokens % BLOCK_SIZE:
             self.step()

@@ -63,7 +63,7 @@ def settle() -> None:
     gc.freeze()
 
 
-class VllmBooks:
+class VllmManager:
     """vLLM's `KVCacheManager` over the groups of a plan.
 
     Driven as its scheduler drives it: ``allocate_slots`` for one request after the other, and

@@ -24,7 +24,7 @@ from tests.hosts.small import TOKENS, serve_small, small_plan
 
 
 def serve(index: int) -> dict[str, Any]:
-    """Replicas of two processes, each with books of its own.
+    """Replicas of two processes, each with a block manager of its own.
 
     Then each process of the first has a scheduler, and of the last the first process alone.
     """

@@ -373,7 +373,7 @@ class Oracle:
         tokens.story = [self.stories.begin((tokens.salt, tokens.adapter))]
         self._compute(tokens, found.num_tokens)
         for group, columns in zip(
-            self.groups, found.columns if tokens.computed else (), strict=False
+            self.groups, found.shared if tokens.computed else (), strict=False
         ):
             blocks = [self._contents(i) for i in columns.block_ids.tolist()]
             if group.is_state:

@@ -80,7 +80,7 @@ class ReferencePrefixes:
         self.is_least = may_share and all(g.stores == "tokens" for g in self.growths)
         self.prompts: dict[Hashable, Prompt | None] = {}
         self.epoch = 0
-        self.names: dict[tuple[int, int], tuple[str, int, bytes]] = {}  # as `columns`
+        self.names: dict[tuple[int, int], tuple[str, int, bytes]] = {}  # as `block_ids`
         self.told: dict[tuple[int, bytes], tuple] = {}  # by group and key: what events tell of it
         self._forget()
         self.first_blocks: dict[tuple, dict[tuple, None]] = {}
@@ -97,16 +97,16 @@ class ReferencePrefixes:
         manager.block_pool.on_evict = on_evict
 
     def _forget(self) -> None:
-        self.columns: dict[tuple[int, int], int] = {}  # (story at a block's end, group) -> block
+        self.block_ids: dict[tuple[int, int], int] = {}  # (story at a block's end, group) -> block
         self.ends: dict[int, dict[int, int]] = {}  # story -> group -> block of a checkpoint
         self.seen: set[int] = set()
 
     def _evicted(self, ids: set[int]) -> None:
         if not self.is_exact:
             return self._forget()
-        for key, block_id in self.columns.items():
+        for key, block_id in self.block_ids.items():
             if block_id in ids:
-                self.columns[key] = GONE
+                self.block_ids[key] = GONE
         for end in self.ends.values():
             if ids & set(end.values()):
                 end.update(dict.fromkeys(end, GONE))
@@ -202,8 +202,8 @@ class ReferencePrefixes:
             for column in range(before // size, count // size):
                 key = story[(column + 1) * size], group
                 held = rows[group][column] if column < len(rows[group]) else 0
-                if held and self.columns.get(key, 0) <= 0:
-                    self.columns[key] = held
+                if held and self.block_ids.get(key, 0) <= 0:
+                    self.block_ids[key] = held
                     self._name(prompt, group, column)
         if is_end:
             self._keep_end(rows, story, count)
@@ -237,7 +237,7 @@ class ReferencePrefixes:
     def check_events(self, stored: set, told: Mapping[tuple[int, bytes], tuple]) -> None:
         """Checks the blocks that the events of a manager have told of."""
         if self.is_exact:
-            kept = {self.names[at] for at, block_id in self.columns.items() if block_id > 0}
+            kept = {self.names[at] for at, block_id in self.block_ids.items() if block_id > 0}
             assert stored == kept, f"stored {stored - kept}, removed {kept - stored}"
             for _, *at in kept:
                 assert told[tuple(at)][:2] == self.told[tuple(at)], "an event tells wrong tokens"
@@ -300,7 +300,7 @@ class ReferencePrefixes:
             return partial
         last = count // size
         first = int(growth.first_visible(count)) // size if growth.stores == "tokens" else last - 1
-        whole = [self.columns.get((story[(c + 1) * size], group), 0) for c in range(first, last)]
+        whole = [self.block_ids.get((story[(c + 1) * size], group), 0) for c in range(first, last)]
         return whole + partial
 
     def _reason(self, group: int, longer: Sequence[int], story: Sequence[int]) -> str:

@@ -311,11 +311,11 @@ class BlockManager(Unique):
         if num_tokens > computed:
             raise _past(num_tokens, computed, donor)
         self._rows.check_new(into)
-        columns = blocks_to_share(self._state, row, num_tokens)
+        shared = blocks_to_share(self._state, row, num_tokens)
         for name in into:
             self._prefixes.loads.discard_swapped(name)
             new = self._rows.take(name)
-            self._state.fork(row, new, num_tokens, columns)
+            self._state.fork(row, new, num_tokens, shared)
             self._prefixes.cached.fork(row, new, num_tokens)
 
     @_alone

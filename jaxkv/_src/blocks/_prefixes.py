@@ -148,7 +148,7 @@ class Prefixes:
         check_boundaries(boundaries, encoded.size)
         if self._has_encoder:
             return None
-        if found.num_host_tokens and not self.loads.fits(found.columns):
+        if found.num_host_tokens and not self.loads.fits(found.shared):
             found = find(self._tree, prefix.path, found.num_seen, prefix.limit, on_device=True)
             found = found._replace(reasons=("on_host",) * len(found.reasons))
         found = found._replace(reasons=self.cached.known.reasons(namespace, encoded, found))
@@ -179,12 +179,12 @@ class Prefixes:
         """Gives a row that was just started its prompt, and the blocks of its prefix."""
         self.cached.start(row, prompt)
         if found.num_host_tokens:
-            columns = self.loads.load(found.columns, found.num_tokens, prompt)
-            found = found._replace(columns=tuple(columns))
+            shared = self.loads.load(found.shared, found.num_tokens, prompt)
+            found = found._replace(shared=tuple(shared))
         if found.num_tokens:
-            self._state.share(row, found.num_tokens, found.columns)
+            self._state.share(row, found.num_tokens, found.shared)
         self.cached.bound_checkpoints()  # a load may have brought one
-        shared = tuple([columns.block_ids.size for columns in found.columns])
+        shared = tuple([blocks.block_ids.size for blocks in found.shared])
         numbers = row, found.num_tokens, shared
         return PrefixHit(*numbers, found.reasons, prompt.chunk_ends, found.num_host_tokens)
 

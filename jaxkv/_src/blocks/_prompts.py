@@ -58,7 +58,7 @@ class PrefixMatch(NamedTuple):
     @property
     def num_allocated_blocks(self) -> int:
         """Blocks of the prefix that requests hold now; sharing them takes no free blocks."""
-        ids = np.concatenate([columns.block_ids for columns in self.found.columns])
+        ids = np.concatenate([blocks.block_ids for blocks in self.found.shared])
         ids = ids[ids < self.pool.num_blocks]  # those in host memory take one each
         return int(np.count_nonzero(self.pool.references_of(ids)))
 

@@ -174,7 +174,7 @@ class OffloadManager:
           find: finds the longest one, in device memory if ``on_device``.
         """
         found = find()
-        ids = np.concatenate([NO_IDS, *(columns.block_ids for columns in found.columns)])
+        ids = np.concatenate([NO_IDS, *(blocks.block_ids for blocks in found.shared)])
         ids = ids[ids >= self.pool.first_id]
         if not ids.size:
             return found

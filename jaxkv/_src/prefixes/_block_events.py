@@ -106,10 +106,12 @@ class PrefixEvents:
         chain.extend(tokens, self.grain, self._log.root)
         step = size // self.grain
         fresh: list[int] = []
-        for column, block_id in zip(range(first, tokens.size // size), ids, strict=False):
+        for logical_block, block_id in zip(range(first, tokens.size // size), ids, strict=False):
             if block_id and block_id not in self._names:
-                if self._is_first(block_id, ("GPU", group, chain.keys[(column + 1) * step - 1])):
-                    fresh.append(column)
+                if self._is_first(
+                    block_id, ("GPU", group, chain.keys[(logical_block + 1) * step - 1])
+                ):
+                    fresh.append(logical_block)
         for start, end in _runs(fresh):
             event = self._event(chain, tokens, self._groups[group], start, end)
             self._places.update(
@@ -190,8 +192,8 @@ def _on_host(event: BlocksStored, start: int, end: int) -> BlocksStored:
     )
 
 
-def _runs(columns: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields first and end of each run of consecutive ascending indices."""
-    for _, run in itertools.groupby(enumerate(columns), lambda pair: pair[1] - pair[0]):
-        found = [column for _, column in run]
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
         yield found[0], found[-1] + 1

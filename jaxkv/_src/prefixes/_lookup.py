@@ -48,7 +48,7 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: tokens of the prefix; 0: none.
     num_seen: leading tokens that a remembered prompt has too, with or without their blocks.
-    columns: the shared logical blocks, per group.
+    shared: the shared logical blocks, per group.
     reasons: why the prefix is not longer, per group; see `jaxkv.blocks.PrefixHit`.
     checkpoint: checkpoint at the end of the prefix, if a group needs one.
     num_host_tokens: tokens of the prefix beyond the part in device memory.
@@ -56,7 +56,7 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: int
     num_seen: int
-    columns: tuple[SharedBlocks, ...]
+    shared: tuple[SharedBlocks, ...]
     reasons: tuple[Reason, ...]
     checkpoint: Checkpoint | None
     num_host_tokens: int = 0
@@ -81,23 +81,23 @@ def find(
     seen = min(num_seen, limit)
     if not seen:
         return _nothing_seen(tree, num_seen, limit)
-    columns = [
+    block_ids = [
         np.concatenate([node.blocks[group] for node in path]) for group in range(len(tree.policies))
     ]
     end_id = tree.host_ids if on_device else tree.read_only_until.size
     if on_device:
-        columns = [np.where(ids < end_id, ids, EVICTED) for ids in columns]
+        block_ids = [np.where(ids < end_id, ids, EVICTED) for ids in block_ids]
     checkpoint: Checkpoint | None = None
     if tree.has_states:
-        num_tokens, checkpoint = _longest_checkpoint(tree.policies, path, columns, seen, end_id)
-        reasons = _reasons_by_checkpoint(tree.policies, path, columns, num_tokens, seen, limit)
+        num_tokens, checkpoint = _longest_checkpoint(tree.policies, path, block_ids, seen, end_id)
+        reasons = _reasons_by_checkpoint(tree.policies, path, block_ids, num_tokens, seen, limit)
     else:
-        num_tokens = _longest_whole(tree, columns, seen)
-        reasons = _reasons_whole(tree, columns, num_tokens, seen, limit)
-    shared = (NO_BLOCKS,) * len(columns)
+        num_tokens = _longest_whole(tree, block_ids, seen)
+        reasons = _reasons_whole(tree, block_ids, num_tokens, seen, limit)
+    shared = (NO_BLOCKS,) * len(block_ids)
     if num_tokens:
-        partial = [0] * len(columns) if checkpoint is None else checkpoint.blocks.tolist()
-        each = zip(tree.policies, columns, partial, strict=True)
+        partial = [0] * len(block_ids) if checkpoint is None else checkpoint.blocks.tolist()
+        each = zip(tree.policies, block_ids, partial, strict=True)
         shared = tuple([_shared(policy, ids, num_tokens, last) for policy, ids, last in each])
     return CachedPrefix(num_tokens, num_seen, shared, reasons, checkpoint)
 
@@ -110,12 +110,12 @@ def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> CachedPrefix:
 
 
 def _shared(
-    policy: PrefixPolicy, columns: np.ndarray, num_tokens: int, partial: int
+    policy: PrefixPolicy, block_ids: np.ndarray, num_tokens: int, partial: int
 ) -> SharedBlocks:
     """Returns the logical blocks that the token after a prefix reads.
 
     Args:
-      columns: int32[C], the group's whole blocks, and more that nobody reads.
+      block_ids: int32[C], the group's whole blocks, and more that nobody reads.
       partial: the group's block in the checkpoint; 0: none.
     """
     block = policy.block
@@ -126,7 +126,7 @@ def _shared(
             return SharedBlocks(-1, 0, 1, ids)
         return SharedBlocks(end - 1, end - 1, end, ids)
     first = end - 1 if policy.only_last else policy.first_block(num_tokens)
-    ids = columns[first : num_tokens // block]
+    ids = block_ids[first : num_tokens // block]
     if num_tokens % block:
         ids = np.concatenate([ids, np.array([partial], np.int32)])
     return SharedBlocks(-1, first, end, ids)
@@ -135,7 +135,7 @@ def _shared(
 # --- plans without states that are overwritten: prefixes of whole blocks ---------------
 
 
-def _held_at(policy: PrefixPolicy, columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _held_at(policy: PrefixPolicy, block_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Returns whether a group caches what the token at each position reads, bool[P].
 
     Args:
@@ -143,40 +143,40 @@ def _held_at(policy: PrefixPolicy, columns: np.ndarray, positions: np.ndarray) -
     """
     last = positions // policy.block - 1
     if policy.only_last:
-        return columns[last] > 0
-    if (columns > 0).all():
+        return block_ids[last] > 0
+    if (block_ids > 0).all():
         return np.ones(positions.size, bool)
-    index = np.arange(columns.size)
-    newest_hole = np.maximum.accumulate(np.where(columns > 0, -1, index))
+    index = np.arange(block_ids.size)
+    newest_hole = np.maximum.accumulate(np.where(block_ids > 0, -1, index))
     first = np.asarray(policy.growth.first_visible(positions)) // policy.block
     return newest_hole[last] < first
 
 
-def _holds_whole(policy: PrefixPolicy, columns: np.ndarray, position: int) -> bool:
+def _holds_whole(policy: PrefixPolicy, block_ids: np.ndarray, position: int) -> bool:
     """As `_held_at`, for one position."""
     end = position // policy.block
     if policy.only_last:
-        return bool(columns[end - 1] > 0)
+        return bool(block_ids[end - 1] > 0)
     first = policy.first_block(position)
-    return bool((columns[first:end] > 0).all())
+    return bool((block_ids[first:end] > 0).all())
 
 
-def _longest_whole(tree: PrefixTree, columns: Sequence[np.ndarray], seen: int) -> int:
+def _longest_whole(tree: PrefixTree, block_ids: Sequence[np.ndarray], seen: int) -> int:
     policies, grid = tree.policies, tree.grid
     if seen < grid:
         return 0
     longest = seen // grid * grid  # tried first: usually every group caches it
-    if all(_holds_whole(*of_group, longest) for of_group in zip(policies, columns, strict=True)):
+    if all(_holds_whole(*of_group, longest) for of_group in zip(policies, block_ids, strict=True)):
         return longest
     positions = np.arange(grid, seen + 1, grid)
     held = np.ones(positions.size, bool)
-    for policy, ids in zip(policies, columns, strict=True):
+    for policy, ids in zip(policies, block_ids, strict=True):
         held &= _held_at(policy, ids, positions)
     return int(positions[held][-1]) if held.any() else 0
 
 
 def _reasons_whole(
-    tree: PrefixTree, columns: Sequence[np.ndarray], hit: int, seen: int, limit: int
+    tree: PrefixTree, block_ids: Sequence[np.ndarray], hit: int, seen: int, limit: int
 ) -> tuple[Reason, ...]:
     policies, grid = tree.policies, tree.grid
     if hit + grid > limit:
@@ -185,7 +185,7 @@ def _reasons_whole(
         return ("never_seen" if seen <= hit else "shorter_than_a_block",) * len(policies)
     positions = np.arange(hit + grid, seen + 1, grid)
     reasons: list[Reason] = []
-    for policy, ids in zip(policies, columns, strict=True):
+    for policy, ids in zip(policies, block_ids, strict=True):
         if _held_at(policy, ids, positions).any():
             reasons.append("other_groups")
         else:
@@ -193,14 +193,14 @@ def _reasons_whole(
     return tuple(reasons)
 
 
-def _why_not_held(policy: PrefixPolicy, columns: np.ndarray, positions: np.ndarray) -> Reason:
+def _why_not_held(policy: PrefixPolicy, block_ids: np.ndarray, positions: np.ndarray) -> Reason:
     """Returns the reason why a group caches too little for a token at any of these positions."""
     end = positions // policy.block
     if policy.only_last:
         first = end - 1
     else:
         first = np.asarray(policy.growth.first_visible(positions)) // policy.block
-    evicted = np.cumsum(np.concatenate([[0], columns == EVICTED]))
+    evicted = np.cumsum(np.concatenate([[0], block_ids == EVICTED]))
     if (evicted[end] > evicted[first]).any():
         return "evicted"
     return "no_checkpoint" if policy.only_last else "left_window"
@@ -220,23 +220,23 @@ def _checkpoints(path: Sequence[Node], above: int, up_to: int) -> list[Checkpoin
     return sorted(found, key=lambda checkpoint: -checkpoint.position)
 
 
-def _holds(policy: PrefixPolicy, columns: np.ndarray, position: int) -> bool:
+def _holds(policy: PrefixPolicy, block_ids: np.ndarray, position: int) -> bool:
     """Returns whether a group caches what the token after a cached checkpoint reads."""
     if policy.by_checkpoint or (policy.only_last and position % policy.block):
         return True  # it reads the group's block in the checkpoint
-    return _holds_whole(policy, columns, position)
+    return _holds_whole(policy, block_ids, position)
 
 
 def _longest_checkpoint(
     policies: Sequence[PrefixPolicy],
     path: Sequence[Node],
-    columns: Sequence[np.ndarray],
+    block_ids: Sequence[np.ndarray],
     seen: int,
     end_id: int,
 ) -> tuple[int, Checkpoint | None]:
     for checkpoint in _checkpoints(path, 0, seen):
         position, is_here = checkpoint.position, (checkpoint.blocks < end_id).all()
-        each = zip(policies, columns, strict=True)
+        each = zip(policies, block_ids, strict=True)
         if (
             checkpoint.is_cached
             and is_here
@@ -249,7 +249,7 @@ def _longest_checkpoint(
 def _reasons_by_checkpoint(
     policies: Sequence[PrefixPolicy],
     path: Sequence[Node],
-    columns: Sequence[np.ndarray],
+    block_ids: Sequence[np.ndarray],
     hit: int,
     seen: int,
     limit: int,
@@ -265,8 +265,8 @@ def _reasons_by_checkpoint(
     for group, policy in enumerate(policies):
         if policy.by_checkpoint:
             reasons.append("other_groups" if kept else gone)
-        elif not kept or any(_holds(policy, columns[group], position) for position in kept):
+        elif not kept or any(_holds(policy, block_ids[group], position) for position in kept):
             reasons.append("other_groups")
         else:
-            reasons.append(_why_not_held(policy, columns[group], np.array(kept)))
+            reasons.append(_why_not_held(policy, block_ids[group], np.array(kept)))
     return tuple(reasons)

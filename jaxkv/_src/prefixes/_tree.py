@@ -101,9 +101,9 @@ class PrefixTree:
         node, policy = self.prompts.nodes[index], self.policies[group]
         if node is None or policy.growth.keeps_all_tokens or policy.only_last:
             return node is not None
-        column, last = self._index_of.item(block_id), (node.end - 1) // self.grid * self.grid
+        logical_block, last = self._index_of.item(block_id), (node.end - 1) // self.grid * self.grid
         ends = [*node.checkpoints, last, node.end]
-        return any(policy.first_block(n) <= column < cdiv(n, policy.block) for n in ends)
+        return any(policy.first_block(n) <= logical_block < cdiv(n, policy.block) for n in ends)
 
     def _until(self, block_id: int) -> int:
         """Returns the position before which no token of a block may be overwritten."""
@@ -123,7 +123,7 @@ class PrefixTree:
         self,
         namespace: Hashable,
         tokens: np.ndarray,
-        columns: Sequence[tuple[int, np.ndarray]],
+        whole: Sequence[tuple[int, np.ndarray]],
         checkpoint: np.ndarray | None = None,
         is_wanted: bool = False,
     ) -> Checkpoint | None:
@@ -131,7 +131,7 @@ class PrefixTree:
 
         Args:
           tokens: int32[N] or int64[N], the request's first tokens. The tree holds on to the array.
-          columns: per group, a logical index and the blocks from there on, all of them whole.
+          whole: per group, a logical block and the ids of whole blocks from there on.
           checkpoint: int32[G], the blocks of a checkpoint at the end of the tokens.
           is_wanted: as in `Checkpoint`.
 
@@ -144,7 +144,7 @@ class PrefixTree:
         if rest is not None:
             for group, blocks in enumerate(rest.blocks):
                 self._owner_of[blocks[blocks > 0]] = self._owner(rest, group)
-        for group, (first, ids) in enumerate(columns):
+        for group, (first, ids) in enumerate(whole):
             if ids.size:
                 self._cache_blocks(path, group, first, ids)
         self.prompts.touch(path)
@@ -266,7 +266,7 @@ class PrefixTree:
         """Replaces blocks that are cached as whole blocks by other ids, or by `EVICTED`."""
         order = self._owner_of[ids].argsort(kind="stable")
         ids, into = ids[order], into[order]
-        owners, columns = self._owner_of[ids], self._index_of[ids]
+        owners, indices = self._owner_of[ids], self._index_of[ids]
         cuts = (owners[1:] != owners[:-1]).nonzero()[0] + 1
         for begin, end in itertools.pairwise([0, *cuts.tolist(), owners.size]):
             if owners[begin] >= 0:
@@ -274,7 +274,7 @@ class PrefixTree:
                 node = self.prompts.nodes[index]
                 if node is not None:
                     first = node.start // self.policies[group].block
-                    node.blocks[group][columns[begin:end] - first] = into[begin:end]
+                    node.blocks[group][indices[begin:end] - first] = into[begin:end]
 
     # --- two memories -----------------------------------------------------------------
 

@@ -231,7 +231,7 @@ class SchedulerTables:
             local = self._plan.local_tokens(computed), self._plan.local_tokens(computed + count)
             for group, ids in enumerate(requests[request].ids):
                 live = self._plan.groups[group].growth.live_blocks(*local)
-                group_of |= {ids[column]: group for column in live if column < len(ids)}
+                group_of |= {ids[i]: group for i in live if i < len(ids)}
         for new in additions if pairs else ():
             group_of |= {block: group for group, ids in enumerate(new.ids) for block in ids}
         for source, target in pairs:
