@@ -12,10 +12,11 @@ JOBS ?= 2
 BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
 comma := ,
 
-.PHONY: help demo quick test mutants bench docs check format wheel-check lane-oldest lane-measured lane-newest \
+.PHONY: help chat demo quick test mutants bench docs check format wheel-check lane-oldest lane-measured lane-newest \
 	lane-gpus lanes ci clean
 
 help:
+	@echo "make chat    chat with SmolLM2-135M-Instruct, a download of 93 MB; ARGS='--model FOLDER' for another"
 	@echo "make demo    serve a small hybrid model, compare it with the model without a cache"
 	@echo "make quick   lint, types and the quick tests, in a minute"
 	@echo "make test    lint, types, all tests and notebooks; needs no GPU"
@@ -28,6 +29,9 @@ help:
 	@echo "make lane-gpus    compile the kernels for GPUs from Ampere to Blackwell; needs no GPU"
 	@echo "make wheel-check PY=3.13 WITH='jax==0.11.2'  the same on a Python and packages of yours"
 	@echo "make ci      test, lanes and docs: all that has to pass"
+
+chat: $(VENV)/.chat
+	@$(BIN)/python notebooks/chat.py $(ARGS)
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m jaxkv demo $(ARGS)

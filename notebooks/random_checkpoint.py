@@ -40,11 +40,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 1000.0,
     },
+    "gemma3_text": {
+        **SIZES,
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 12,
+        "rope_local_base_freq": 100.0,
+        "rope_theta": 1000.0,
+        "sliding_window": 5,
+    },
 }
 
 
 def write_folder(kind: str, folder: pathlib.Path) -> None:
-    """Writes a llama or a qwen3 in two files, as large checkpoints have several."""
+    """Writes a model of `CONFIGS` in two files, as large checkpoints have several."""
     config = CONFIGS[kind]
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
@@ -83,7 +94,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
     }
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings", True):
         shapes["lm_head.weight"] = (vocab, hidden)
     for i in range(config["num_hidden_layers"]):
         layer = {
@@ -97,7 +108,9 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj": (ffn, hidden),
             "mlp.down_proj": (hidden, ffn),
         }
-        if config["model_type"] == "qwen3":
+        if config["model_type"] == "gemma3_text":
+            layer |= {f"{n}_feedforward_layernorm": (hidden,) for n in ("pre", "post")}
+        if config["model_type"] != "llama":
             layer |= {f"self_attn.{n}_norm": (width,) for n in "qk"}
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return shapes

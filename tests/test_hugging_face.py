@@ -1,4 +1,4 @@
-"""The guide's Llama and Qwen3: from a folder, through the cache, the logits of transformers."""
+"""The guide's models: from a folder, through the cache, the logits of transformers."""
 
 import functools
 import importlib.util
@@ -15,7 +15,7 @@ import jaxkv
 
 HERE = pathlib.Path(__file__).parent
 GOLDEN = HERE / "golden" / "hugging_face.json"
-KINDS = "llama", "qwen3"
+KINDS = "llama", "qwen3", "gemma3_text"
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [27, 18, 28]]
 
 
@@ -58,8 +58,8 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path) -> None:
 
 def test_a_model_that_the_guide_does_not_know_is_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="model_type='gpt2'; this reads llama and qwen3"):
+    with pytest.raises(ValueError, match="model_type='gpt2'; this reads llama, qwen3, gemma3_text"):
         hugging_face.load(tmp_path)
-    config = {"rope_parameters": {"rope_type": "yarn"}, "hidden_size": 8, "num_attention_heads": 1}
-    with pytest.raises(ValueError, match="rope_type='yarn'; this knows default and llama3"):
+    config = random_checkpoint.CONFIGS["llama"] | {"rope_parameters": {"rope_type": "yarn"}}
+    with pytest.raises(ValueError, match="rope_type='yarn'; this knows default, linear and llama3"):
         hugging_face.rope_angles(config, np.arange(2))
