@@ -1,7 +1,7 @@
 """``python -m jaxkv``: the command line."""
 
 import argparse
-import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, and returns its exit status; 2 means a refusal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(prog="python -m jaxkv", description="Paged KV caches for JAX.")
+    version = f"jaxkv {importlib.metadata.version('jaxkv')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = None
     for name, (module, text) in COMMANDS.items():

@@ -324,7 +324,7 @@ def test_the_fullest_stage_of_a_pipeline_bounds_the_plan(capsys) -> None:
         ("64.1GB", 641 * 10**8),  # as a float, a byte less
         ("1.5GiB", 3 * 2**29),
         *((f"3{unit}B", 3 * 1000**i) for i, unit in enumerate("KMGT", 1)),
-        *((f"3{unit}iB", 3 * 1024**i) for i, unit in enumerate("KMGT", 1)),
+        *((f"3{unit.lower()}ib", 3 * 1024**i) for i, unit in enumerate("KMGT", 1)),
     ],
 )
 def test_memory_is_read_exactly(text: str, num_bytes: int) -> None:
@@ -353,8 +353,9 @@ ON_L4 = ("llama-3.1-8b", "--gpu", "l4")
         (("nowhere.json", "--memory", "1GiB"), "config='nowhere.json'"),
         (("Qwen/Qwen3-9B", "--memory", "9GiB"), "did you mean qwen3-8b or "),
         (("/dev/zero", "--memory", "9GiB"), "(not a regular file)"),
-        (("llama-3.1-8b",), "give either --gpu NAME, such as --gpu h200, or the memory that is"),
-        ((*LLAMA, "--specs", "layers.json"), "give either CONFIG (a preset, a config.json or its"),
+        (("llama-3.1-8b",), "give --gpu NAME, such as --gpu h200, or the memory that is"),
+        ((*LLAMA, "--specs", "layers.json"), "give CONFIG (a preset, a config.json or its"),
+        (("llama-3.1-8b", "--gpu", "l4", "--memory", "9GiB"), "as --memory 71.3GiB, not both"),
         ((*LLAMA, "--weights", "16GB"), "--weights needs --gpu, because --memory is for the cache"),
         (("llama-3.1-8b", "--gpu", "tpu"), "--gpu='tpu' is not in the table: a10, "),
         ((*ON_L4, "--weights", "all"), "--weights='all'"),
@@ -391,7 +392,7 @@ def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, mes
         ("llama-3.1-8b", "--gpu", "rtx4090", "--max-model-len", "128k"),
         ("gemma-2-9b", "--memory", "9.99GiB", "--request-len", "1k"),
         ("llama-3.1-8b", "--memory", "40GiB", "--num-blocks-override", "100"),
-        ("gemma-3-27b", "--memory", "8GiB", "--grouping", "least_waste", "--tensor-parallel", "2"),
+        ("gemma-3-27b", "--memory", "8GiB", "--grouping", "least_waste", "--tp", "2"),
         ("gemma-2-9b", "--gpu", "l4", "--pipeline-parallel", "4", "--utilization", "0.5"),
         ("llama-3.1-8b", "--memory", "1GiB", "--block-size", "1024"),
     ],

@@ -7,11 +7,12 @@ from jaxkv._src.internal.text import shown
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNIT_OF = {unit.lower(): size for unit, size in UNITS.items()}  # as people write them: 80gb
 LENGTHS = {"": 1, "k": 2**10, "m": 2**20}
 
 
 def parse_bytes(text: str, flag: str = "--memory") -> int:
-    """Returns the bytes of ``"80GiB"``, ``"71.3GiB"``, ``"141GB"`` or a whole number of bytes.
+    """Returns the bytes of ``"80GiB"``, ``"71.3gib"``, ``"141GB"`` or a whole number of bytes.
 
     A fraction of a byte is dropped.
 
@@ -19,7 +20,7 @@ def parse_bytes(text: str, flag: str = "--memory") -> int:
       ValueError: not a number, an unknown unit, or a fraction without a unit.
     """
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]{0,3})\s*", text)
-    if not match or match[2] not in UNITS:
+    if not match or match[2].lower() not in UNIT_OF:
         units = ", ".join(filter(None, UNITS))
         raise ValueError(
             f"{flag}={shown(text)} is not understood; give a number and one of {units}"
@@ -28,7 +29,7 @@ def parse_bytes(text: str, flag: str = "--memory") -> int:
         raise ValueError(
             f"{flag}={shown(text)} is a fraction without a unit; give {match[1]}GiB, say"
         )
-    return int(Fraction(match[1]) * UNITS[match[2]])
+    return int(Fraction(match[1]) * UNIT_OF[match[2].lower()])
 
 
 def parse_length(text: str, flag: str) -> int:

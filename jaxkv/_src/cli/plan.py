@@ -33,6 +33,11 @@ COUNTS = {
     "max_encoder_tokens": "longest encoder input (default: the model's own)",
     "speculative_tokens": "draft tokens of a request in a step",
 }
+SHORT = {
+    "tensor_parallel": ("--tp",),
+    "pipeline_parallel": ("--pp",),
+    "context_parallel": ("--cp",),
+}
 EPILOG = """\
 Presets: {presets}
 Units: KB, MB, GB, TB; KiB, MiB, GiB, TiB. Lengths: 8k is 8,192 tokens, 1m 1,048,576.
@@ -72,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-len", metavar="LEN", help="length of a usual request, to count those at once")
     add("--kv-dtype", metavar="DTYPE", help="dtype of keys and values (default: the model's own)")
     for name, text in COUNTS.items():
-        add(f"--{name.replace('_', '-')}", metavar="N", help=text)
+        add(f"--{name.replace('_', '-')}", *SHORT.get(name, ()), metavar="N", help=text)
     override = "accept --num-blocks-override beyond the memory"
     add("--override-beyond-memory", action="store_true", help=override)
     states = "recurrent states to keep: none (default), align or all"
@@ -136,8 +141,8 @@ def _read_model(
 ) -> Mapping[str, Any] | SpecsFile:
     if (options.config is None) == (options.specs is None):
         raise ValueError(
-            "give either CONFIG (a preset, a config.json or its directory) or --specs FILE; see "
-            "python -m jaxkv plan --help"
+            "give CONFIG (a preset, a config.json or its directory) or --specs FILE"
+            f"{'' if options.config is None else ', not both'}; see python -m jaxkv plan --help"
         )
     if options.specs is None:
         return load_config(options.config)
@@ -155,8 +160,8 @@ def _read_budget(
     """Returns the memory for the cache."""
     if (options.memory is None) == (options.gpu is None):
         raise ValueError(
-            "give either --gpu NAME, such as --gpu h200, or the memory that is left for the cache, "
-            "such as --memory 71.3GiB"
+            "give --gpu NAME, such as --gpu h200, or the memory that is left for the cache, such "
+            f"as --memory 71.3GiB{'' if options.gpu is None else ', not both'}"
         )
     if options.gpu is None:
         for name in ("utilization", "weights"):
