@@ -261,6 +261,16 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
     assert (take._cache_size(), put._cache_size()) == counts
 
 
+def test_copies_wait_for_older_ones_that_take_device_memory(monkeypatch) -> None:
+    monkeypatch.setattr(_host_blocks, "MAX_STAGED", 20)
+    for num_bytes, waited in ((10, 3), (7, 3), (11, 4), (5, 1), (4, 0)):
+        memory, staged, copies = HostBlocks(), _host_blocks.Staged(), []
+        for _ in range(5):
+            copies.append(mock.Mock())
+            memory._note(staged, copies[-1], (np.zeros(num_bytes, np.uint8),))
+        assert [copy.block_until_ready.called for copy in copies] == [i < waited for i in range(5)]
+
+
 @needs_devices(2)
 def test_a_mesh_keeps_the_share_of_each_device() -> None:
     spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
