@@ -27,7 +27,7 @@ Call ``help(jaxkv.attend)`` to read about one name. Names, by task:
 
 Describe the layers of a model, or read them from its config.json
     FullAttentionSpec, SlidingWindowSpec, ChunkedAttentionSpec, CrossAttentionSpec, MLASpec,
-    SlidingWindowMLASpec, StateSpec, SharedKVSpec, EncoderOnlySpec, load_config,
+    SlidingWindowMLASpec, RingSpec, StateSpec, SharedKVSpec, EncoderOnlySpec, load_config,
     layers_from_config
 Plan the memory: groups of layers, number of blocks, longest request
     plan_cache, Plan, Limits, KVCacheCapacityError

@@ -45,6 +45,7 @@ from jaxkv._src.specs import EncoderOnlySpec as EncoderOnlySpec
 from jaxkv._src.specs import FullAttentionSpec as FullAttentionSpec
 from jaxkv._src.specs import Limits as Limits
 from jaxkv._src.specs import MLASpec as MLASpec
+from jaxkv._src.specs import RingSpec as RingSpec
 from jaxkv._src.specs import SharedKVSpec as SharedKVSpec
 from jaxkv._src.specs import SlidingWindowMLASpec as SlidingWindowMLASpec
 from jaxkv._src.specs import SlidingWindowSpec as SlidingWindowSpec

@@ -14,6 +14,7 @@ from jaxkv._src.specs import (
     LayerSpec,
     Limits,
     MLASpec,
+    RingSpec,
     SlidingWindowSpec,
     StateSpec,
 )
@@ -79,7 +80,10 @@ TOKEN_SPECS = st.one_of(
     st.builds(CrossAttentionSpec, **ATTENTION),
     LATENT,
 )
-SPECS = TOKEN_SPECS | STATES
+RINGS = st.sampled_from([(1, 1), (4, 4), (5, 3), (8, 2)]).map(
+    lambda sizes: RingSpec(block_size=sizes[0], group_size=sizes[1], head_size=4)
+)
+SPECS = TOKEN_SPECS | STATES | RINGS
 LIMITS = st.builds(
     Limits, max_in_flight_tokens=st.integers(1, 10), max_encoder_tokens=st.integers(1, 12)
 )

@@ -42,6 +42,7 @@ from jaxkv._src.specs import (
     FullAttentionSpec,
     Limits,
     MLASpec,
+    RingSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
@@ -66,6 +67,7 @@ EVERY_KIND = {
     "mla": MLASpec(block_size=8, head_size=4, compress_ratio=2),
     "sliding mla": SlidingWindowMLASpec(block_size=4, head_size=8, sliding_window=3),
     "cross": CrossAttentionSpec(block_size=4, **KV),
+    "ring": RingSpec(block_size=3, group_size=2, head_size=4),
     "none": StateSpec(speculative_blocks=1, **STATE),
     "align": StateSpec(speculative_blocks=1, cache_mode="align", **STATE),
     "all": StateSpec(cache_mode="all", **STATE),
@@ -113,7 +115,9 @@ def views(batch):
     firsts = [batch.first_positions(name) for name in NAMES]
     growths = batch.layout.growths
     slots = [
-        batch.slot_mapping(n) for n, g in zip(NAMES, growths, strict=True) if g.stores == "tokens"
+        batch.slot_mapping(n)
+        for n, g in zip(NAMES, growths, strict=True)
+        if g.stores in ("tokens", "ring")
     ]
     return tables, firsts, slots, batch.positions, batch.token_requests, batch.last_tokens
 
@@ -217,7 +221,7 @@ class TablesMachine(RuleBasedStateMachine):
         ends = [
             lengths[row] * spec.block_size
             for lengths, spec in groups
-            if spec.kind not in ("state", "cross")
+            if spec.kind not in ("state", "cross", "ring")
         ]
         return min(PLAN.max_model_len, *ends)
 
@@ -231,7 +235,7 @@ class TablesMachine(RuleBasedStateMachine):
 
     def _check_tokens(self, group, rows, spans, slots, firsts) -> list[bool]:
         wanted = [
-            self.lists.slot(group, row, position)
+            self.lists.slot(group, row, position, span.stop)
             for row, span in zip(rows, spans, strict=True)
             for position in span
         ]

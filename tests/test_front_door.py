@@ -26,7 +26,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 WANTED = {
     *("plan_cache", "layers_from_config", "load_config", "Limits", "Plan"),
     *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedAttentionSpec", "CrossAttentionSpec"),
-    *("MLASpec", "SlidingWindowMLASpec", "StateSpec", "SharedKVSpec", "EncoderOnlySpec"),
+    *(
+        "MLASpec",
+        "SlidingWindowMLASpec",
+        "RingSpec",
+        "StateSpec",
+        "SharedKVSpec",
+        "EncoderOnlySpec",
+    ),
     *("make_cache", "KVCache", "BlockManager", "OutOfBlocksError", "StepShape", "UploadRing"),
     *("apply_step", "attend", "write_tokens", "read_tokens", "read_state", "write_state"),
     *("layer_view", "check_errors", "sleep", "wake_up", "append_block_ids", "expand_blocks"),

@@ -24,6 +24,7 @@ from jaxkv._src.specs import (
     FullAttentionSpec,
     LayerSpec,
     MLASpec,
+    RingSpec,
     SlidingWindowMLASpec,
     StateSpec,
 )
@@ -57,7 +58,7 @@ def block_that_holds(spec: LayerSpec, state_page_bytes: int) -> int:
 
 def held(layers: Layers) -> Layers:
     """Layers as they are to be where attention shares a pool with states."""
-    states = {name: spec for name, spec in layers.items() if isinstance(spec, StateSpec)}
+    states = {name: spec for name, spec in layers.items() if isinstance(spec, StateSpec | RingSpec)}
     largest = max((spec.page_bytes for spec in states.values()), default=0)
     grown, followed = dict(layers), dict.fromkeys(layers.values(), 0)
     for name, spec in layers.items():
@@ -69,7 +70,7 @@ def held(layers: Layers) -> Layers:
             if other.block_size == spec.block_size:
                 followed[other] = max(followed[other], size)
     for name, spec in states.items():
-        if followed[spec]:
+        if followed[spec] and isinstance(spec, StateSpec):
             grown[name] = dataclasses.replace(spec, block_size=followed[spec])
     return grown
 
@@ -152,7 +153,7 @@ def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -
 
 def whole(spec: LayerSpec) -> bool:
     """Whether a page is full of tokens, so that pages of a multiple of its bytes hold more."""
-    return not isinstance(spec, StateSpec) and spec.page_bytes == spec.data_bytes
+    return not isinstance(spec, StateSpec | RingSpec) and spec.page_bytes == spec.data_bytes
 
 
 # --- groups -----------------------------------------------------------------------

@@ -83,6 +83,8 @@ def of_planning(s: Served) -> Iterator[Call]:
     yield jaxkv.CrossAttentionSpec, ATTENTION | HEADS
     yield jaxkv.MLASpec, LATENT
     yield jaxkv.SlidingWindowMLASpec, LATENT | {"sliding_window": 4}
+    ring = {"block_size": 4, "group_size": 2, "head_size": 8, "dtype": "bf16"}
+    yield jaxkv.RingSpec, ring | PAGES
     yield jaxkv.StateSpec, STATES | {"speculative_blocks": 0}
     yield jaxkv.SharedKVSpec, {"layer": "a"}
     yield jaxkv.Limits, {"max_in_flight_tokens": 8, "max_encoder_tokens": 8}

@@ -18,6 +18,7 @@ from jaxkv._src.specs import (
     Growth,
     GrowthTable,
     LayerSpec,
+    RingSpec,
     SlidingWindowMLASpec,
     StateSpec,
     canonical_dtype,
@@ -185,6 +186,7 @@ GROWTHS: dict[str, list[LayerSpec]] = {
     "sliding": [sliding(w, block_size=b) for b in (1, 3, 4) for w in (1, 2, 4, 5, 9, 30)],
     "chunked": [chunked(c, block_size=b) for b in (1, 3, 4) for c in (1, 2, 4, 5, 8, 30)],
     "cross": [cross(block_size=b) for b in (1, 4)],
+    "ring": [RingSpec(block_size=b, group_size=g, head_size=4) for b, g in ((1, 1), (4, 3))],
     **{
         mode: [
             StateSpec(block_size=b, cache_mode=mode, speculative_blocks=drafts, **STATE)
@@ -219,6 +221,8 @@ def listed(growth: Growth, num_computed: int, num_tokens: int) -> set[int]:
     b, new = growth.block_size, range(num_computed, num_tokens)
     if growth.stores == "encoder":
         return {p // b for p in range(ENCODER)}
+    if growth.stores == "ring":
+        return {0}
     if growth.stores == "tokens":
         return {p // b for token in new for p in visible(growth, token)}
     newest = 0 if growth.cache_mode == "none" else new[-1] // b
@@ -309,7 +313,7 @@ def test_a_step_takes_at_most_the_blocks_of_its_worst_division_among_requests(ki
         wanted = batch * growth.speculative_blocks
         if growth.stores == "encoder":
             wanted = batch * -(-ENCODER // growth.block_size)
-        elif growth.stores == "state" and growth.cache_mode != "all":
+        elif growth.stores == "ring" or (growth.stores == "state" and growth.cache_mode != "all"):
             wanted += batch
         else:
             wanted += most_pieces(batch, tokens, query, growth.block_size * ranks)

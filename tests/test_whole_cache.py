@@ -22,6 +22,7 @@ from jaxkv._src.specs import (
     FullAttentionSpec,
     Limits,
     MLASpec,
+    RingSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
@@ -93,6 +94,7 @@ FULL = FullAttentionSpec(block_size=4, dtype="fp8_e4m3", **HEADS)
 WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, dtype="fp8_e5m2", **HEADS)
 LATENT = MLASpec(block_size=4, head_size=8, compress_ratio=2)
 WINDOW_LATENT = SlidingWindowMLASpec(block_size=4, head_size=4, sliding_window=5)
+RING = RingSpec(block_size=5, group_size=2, head_size=4, dtype="f32")
 STATE = StateSpec(block_size=4, shapes=((2,), (2, 3)), dtypes=("bf16", "f32"), cache_mode="align")
 STATES = StateSpec(block_size=4, shapes=((7,),), dtypes=("f32",), cache_mode="all")
 DRAFTS = dataclasses.replace(STATE, speculative_blocks=2)
@@ -118,8 +120,13 @@ ALL_STATES = plan_small({"states": STATES, "full": FULL}, num_blocks_override=16
         ALL_STATES,
         plan_small({"drafts": DRAFTS, "full": FULL}, num_blocks_override=16),
         plan_small({**RECURRENT, "full": FULL}, num_blocks_override=20),
+        plan_small({"ring": RING, "latent": LATENT, "state": STATE}, num_blocks_override=16),
     ],
-    ids=[*["fp8 windows", "compressed latents", "newest states", "all states", "drafts"], "layers"],
+    ids=[
+        *["fp8 windows", "compressed latents", "newest states", "all states", "drafts"],
+        "layers",
+        "ring",
+    ],
 )
 def test_other_overlays_hold_too(plan) -> None:
     assert all(plan.groups_to_zero)

@@ -47,11 +47,16 @@ class Group:
         self.index, self.kind, self.mode = index, growth.kind, growth.cache_mode
         self.block, self.drafts = growth.block_size * context_parallel, growth.speculative_blocks
         self.window, self.chunk = growth.window, growth.chunk
+        self.open = growth.group_size if growth.kind == "ring" else 0  # tokens of a ring's group
         self.ratio = max(getattr(spec, "compress_ratio", 1) for spec in group.specs)
 
     @property
     def is_state(self) -> bool:
         return self.kind == "state"
+
+    def ring_positions(self, num_tokens: int) -> range:
+        """Returns the positions whose rows in a ring the token after ``num_tokens`` reads."""
+        return range(num_tokens // self.open * self.open, num_tokens)
 
     @property
     def is_window(self) -> bool:

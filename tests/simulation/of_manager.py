@@ -216,7 +216,10 @@ class ManagerSimulation(Simulation):
             count_of_step = request.reached - request.resumed
             is_sure = is_known and count > request.resumed
             is_sure &= not any(
-                g.is_window or g.mode == "align" or (g.drafts and count_of_step > 1 + g.drafts)
+                g.is_window
+                or (g.open and count_of_step > 1 + g.block - g.open)
+                or g.mode == "align"
+                or (g.drafts and count_of_step > 1 + g.drafts)
                 for g in self.oracle.groups
             )
             assert not is_sure, "a rewind to known states is refused"

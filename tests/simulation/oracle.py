@@ -110,7 +110,10 @@ class Oracle:
         needed = len({cell.block_id for block, cell in copies.items() if block in ids})
         for group in self.groups:
             end, oldest = -(-num_tokens // group.block), group.oldest_visible(num_tokens)
-            needed += 1 if group.is_state else end - oldest // group.block
+            if group.open:
+                needed += num_tokens % group.open > 0
+            else:
+                needed += 1 if group.is_state else end - oldest // group.block
         return needed <= self.manager.num_free_blocks
 
     def _handed(self, request: Known, handed: ExportedBlocks) -> Iterator[tuple[int, int, int]]:
@@ -124,6 +127,12 @@ class Oracle:
             if group.is_state:
                 assert (first, len(ids)) == (group.newest_column(count), 1), "handed states"
                 yield int(ids[0]), 0, self._content(group, request.story[count])
+                continue
+            if group.open:
+                assert (first, len(ids)) == (0, int(count % group.open > 0)), "handed rings"
+                for position in group.ring_positions(count):
+                    content = self._content(group, request.story[position + 1])
+                    yield int(ids[0]), position % group.block, content
                 continue
             ratio = group.ratio
             assert first == group.oldest_visible(count) // group.block, "handed columns"
@@ -314,6 +323,8 @@ class Oracle:
                 newest = group.newest_column(total)
                 first = request.computed // group.block if group.mode == "all" else newest
                 columns = 2 + newest + group.drafts - first  # that of the source comes first
+            elif group.open:
+                columns = 1
             else:
                 first = group.oldest_visible(request.computed) // group.block
                 columns = -(-total // group.block) - first
@@ -376,6 +387,9 @@ class Oracle:
             self.groups, found.shared if tokens.computed else (), strict=False
         ):
             blocks = [self._contents(i) for i in columns.block_ids.tolist()]
+            if group.open:
+                assert not blocks and not tokens.computed % group.open, "a kept ring"
+                continue
             if group.is_state:
                 assert blocks[-1].get(0) == self._content(group, tokens.story[-1]), "a kept state"
                 continue
@@ -474,6 +488,8 @@ class _Step:
             elif group.is_state:
                 if self.before:
                     self._read_state(group)
+            elif group.open:
+                self._read_ring(group)
             else:
                 self._read_tokens(group)
 
@@ -486,6 +502,8 @@ class _Step:
                     self._write_encoder(group)
             elif group.is_state:
                 written |= self._write_states(group)
+            elif group.open:
+                written |= self._write_ring(group)
             else:
                 written |= self._write_tokens(group)
         return written
@@ -517,6 +535,22 @@ class _Step:
             written.setdefault(block, max(row * ratio, self.before))
             self.request.partial[group.index] = content
         return written
+
+    # --- rings ------------------------------------------------------------------------
+
+    def _read_ring(self, group: Group) -> None:
+        for position in group.ring_positions(self.before):
+            content = self.oracle._content(group, self.request.story[position + 1])
+            self._check(group, 0, position % group.block, content, f"token {position} in a ring")
+        self._check_stale(group, 0)
+
+    def _write_ring(self, group: Group) -> dict[int, int]:
+        block = self._block(group, 0)
+        for position in range(max(self.before, self.total - group.block), self.total):
+            content = self.oracle._content(group, self.request.story[position + 1])
+            blocks = self.oracle.device.blocks.setdefault(block, {})
+            blocks[position % group.block] = content
+        return {block: 0}
 
     # --- the encoder ------------------------------------------------------------------
 

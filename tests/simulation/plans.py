@@ -10,6 +10,7 @@ from jaxkv import (
     Limits,
     MLASpec,
     Plan,
+    RingSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
@@ -58,6 +59,11 @@ def _compressed_window(draw: random.Random) -> LayerSpec:
     )
 
 
+def _ring(draw: random.Random) -> LayerSpec:
+    size = draw.choice([2, 3, 4])
+    return RingSpec(block_size=size + draw.choice([0, 1, 2]), group_size=size, **ROW)
+
+
 def _state(mode: str):
     def spec(draw: random.Random) -> LayerSpec:
         drafts = draw.choice([0, 0, 1, MAX_DRAFTS])
@@ -85,6 +91,9 @@ KINDS = {
     "mla": [_mla],
     "compressed": [_compressed, _compressed_window],
     "cross": [_full, _cross],
+    "ring": [_full, _compressed, _ring],
+    "ring and state": [_full, _ring, _state("align")],
+    "rings": [_window, _ring, _ring, _state("none")],
     "none": [_full, _state("none")],
     "align": [_full, _state("align")],
     "all": [_full, _state("all")],
@@ -129,6 +138,8 @@ def random_plan(draw: random.Random, kind: str, room: Sequence[float] = ROOM) ->
 
 
 def most_drafts(plan: Plan) -> int:
-    """Returns how many drafts a step may verify: states need a block for each."""
-    states = [g.growth.speculative_blocks for g in plan.groups if g.growth.kind == "state"]
-    return min(states, default=MAX_DRAFTS)
+    """Returns how many drafts a step may verify: states need a block for each, rings a row."""
+    growths = [group.growth for group in plan.groups]
+    most = [growth.speculative_blocks for growth in growths if growth.kind == "state"]
+    most += [growth.block_size - growth.group_size for growth in growths if growth.kind == "ring"]
+    return min(most, default=MAX_DRAFTS)

@@ -67,9 +67,14 @@ class ReferencePrefixes:
         self.manager, self.stories = manager, Stories()
         self.growths = [group.growth for group in plan.groups]
         self.sizes = [g.block_size * plan.context_parallel for g in self.growths]
+        # Rings are never kept: prefixes end where they hold nothing but whole groups.
+        self.rings = [g.stores == "ring" for g in self.growths]
+        self.whole = math.lcm(*(g.group_size for g in self.growths))
         self.overwrites = [g.stores == "state" and g.cache_mode != "all" for g in self.growths]
         self.smallest = min(
-            NO_BLOCK if g.stores == "state" and g.cache_mode == "none" else size
+            NO_BLOCK
+            if g.stores == "ring" or (g.stores, g.cache_mode) == ("state", "none")
+            else size
             for g, size in zip(self.growths, self.sizes, strict=True)
         )
         has_drafts = any(growth.speculative_blocks for growth in self.growths)
@@ -77,7 +82,7 @@ class ReferencePrefixes:
         may_share = all(growth.kind != "cross" for growth in self.growths)
         has_host = manager.offload_stats() is not None
         self.is_exact = may_share and not (has_drafts or is_bounded or has_host)
-        self.is_least = may_share and all(g.stores == "tokens" for g in self.growths)
+        self.is_least = may_share and all(g.stores in ("tokens", "ring") for g in self.growths)
         self.prompts: dict[Hashable, Prompt | None] = {}
         self.epoch = 0
         self.names: dict[tuple[int, int], tuple[str, int, bytes]] = {}  # as `block_ids`
@@ -185,8 +190,9 @@ class ReferencePrefixes:
         if prompt.namespace[0] != self.epoch or not is_checked:
             return
         rows, story, before = self.manager.block_ids(name), prompt.story, prompt.kept
-        whole = [size for size, over in zip(self.sizes, self.overwrites, strict=True) if not over]
-        is_end &= any(self.overwrites)
+        each = zip(self.sizes, self.overwrites, self.rings, strict=True)
+        whole = [size for size, over, ring in each if not (over or ring)]
+        is_end &= any(self.overwrites) and count % self.whole == 0
         if not is_end:
             count = max([count // size * size for size in whole], default=0)
             if count <= before:
@@ -197,7 +203,7 @@ class ReferencePrefixes:
             first = tuple(prompt.codes[: self.smallest])
             self.first_blocks.setdefault(first, {})[prompt.namespace] = None
         for group, size in enumerate(self.sizes):
-            if self.overwrites[group]:
+            if self.overwrites[group] or self.rings[group]:
                 continue
             for column in range(before // size, count // size):
                 key = story[(column + 1) * size], group
@@ -214,6 +220,8 @@ class ReferencePrefixes:
             return
         end: dict[int, int] = {}
         for group, size in enumerate(self.sizes):
+            if self.rings[group]:
+                continue
             if self.growths[group].cache_mode == "none" and self.overwrites[group]:
                 end[group] = rows[group][0]
             elif self.overwrites[group] or count % size:
@@ -227,7 +235,8 @@ class ReferencePrefixes:
         """Notes the key of a block, and what events tell of it."""
         size, at = self.sizes[group], (prompt.story[(column + 1) * self.sizes[group]], group)
         if at not in self.names:
-            grain, end = math.gcd(*self.sizes), (column + 1) * size
+            cached = [n for n, ring in zip(self.sizes, self.rings, strict=True) if not ring]
+            grain, end = math.gcd(*cached), (column + 1) * size
             salt, tokens = prompt.namespace[1], prompt.tokens[:end]
             keys = block_keys(tokens, grain, salt=salt, extra_keys=prompt.extra_keys)
             parent = keys[column * size // grain - 1] if column else None
@@ -268,14 +277,17 @@ class ReferencePrefixes:
             assert hit.num_cached_tokens == longest, (hit, longest, reasons)
             # The manager forgets tokens without blocks, where there are many.
             num_blocks = self.manager.plan.num_blocks
-            most = 4 * num_blocks * min(self.sizes)
+            cached = [n for n, ring in zip(self.sizes, self.rings, strict=True) if not ring]
+            most = 4 * num_blocks * min(cached, default=1)
             if len(self.seen) <= most and len(self.first_blocks) <= num_blocks:
                 assert hit.reasons == reasons, (hit, reasons)
 
     def _longest(self, story: Sequence[int], seen: int, limit: int) -> tuple[int, tuple[str, ...]]:
         groups = range(len(self.growths))
         by_end = any(self.overwrites)
-        grid = 1 if by_end else math.lcm(*self.sizes)
+        each = zip(self.growths, self.sizes, strict=True)
+        sizes = [g.group_size if g.stores == "ring" else size for g, size in each]
+        grid = 1 if by_end else math.lcm(*sizes)
         places = [n for n in range(grid, seen + 1, grid) if not by_end or story[n] in self.ends]
         longest = max(
             (n for n in places if all(self._holds(g, n, story) for g in groups)), default=0
@@ -294,6 +306,8 @@ class ReferencePrefixes:
     def _read(self, group: int, count: int, story: Sequence[int]) -> list[int]:
         """Returns the blocks that the token after ``count`` tokens reads; 0: none was kept."""
         size, growth = self.sizes[group], self.growths[group]
+        if self.rings[group]:
+            return []
         end = self.ends.get(story[count], {})
         partial = [end.get(group, 0)] if self.overwrites[group] or count % size else []
         if self.overwrites[group] or (growth.stores == "state" and partial):

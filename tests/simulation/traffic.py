@@ -87,7 +87,9 @@ class Watched(BlockManager):
         """Returns whether others have, or may find, a block that a request can write next."""
         computed, sizes = self.num_computed_tokens(name), self._state.block_tokens
         each = zip(self.plan.groups, self.block_ids(name), sizes, strict=True)
-        ids = [ids[0 if g.growth.kind == "state" else computed // n :] for g, ids, n in each]
+        ids = [
+            ids[0 if g.growth.kind in ("ring", "state") else computed // n :] for g, ids, n in each
+        ]
         return bool(self.block_pool.must_copy(np.concatenate(ids).astype(int), 0).any())
 
     def _check_states(self) -> None:

@@ -26,7 +26,7 @@ from jaxkv._src.pool import (
     store_tokens,
     token_spec,
 )
-from jaxkv._src.specs import FullAttentionSpec, MLASpec
+from jaxkv._src.specs import FullAttentionSpec, MLASpec, RingSpec
 from pallas_kernels import AttentionRule, Implementation, PackedRow, RowPacking
 
 
@@ -209,6 +209,11 @@ def _rule(
 ) -> AttentionRule:
     """Checks that attention can read the tokens of a layer, and returns its rule."""
     spec, layout, growth = token_spec(layer, bound.form.spec), bound.layout, bound.requests.growth
+    if isinstance(spec, RingSpec):
+        raise TypeError(
+            f"layer={layer!r} is a ring of tokens that are not compressed yet, to which no query "
+            "attends; use write_rows and read_rows"
+        )
     if layout.context_parallel > 1 and layout.axis is None:
         raise ValueError(
             f"cache has context_parallel={layout.context_parallel} and no mesh axis over "

@@ -34,7 +34,7 @@ class CachedPrompts:
         smallest = self.smallest_block = min([p.block for p in tree.policies])
         self.known = KnownNamespaces(num_tokens=smallest, max_prompts=state.pool.num_blocks)
         # Tokens of a logical block in each group that caches whole blocks.
-        self._whole = tuple(p.block for p in tree.policies if not p.by_checkpoint)
+        self._whole = tuple(p.block for p in tree.policies if not (p.by_checkpoint or p.is_ring))
         self._of: dict[int, CachedPrompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
         self.epoch = 0
@@ -186,7 +186,7 @@ class CachedPrompts:
         found: list[tuple[int, np.ndarray]] = []
         firsts = self._state.allocated_in(row)[1]
         for group, policy in enumerate(self._tree.policies):
-            if policy.by_checkpoint:
+            if policy.by_checkpoint or policy.is_ring:
                 found.append((0, NO_IDS))
                 continue
             first = max(firsts[group], kept // policy.block)
@@ -201,13 +201,15 @@ class CachedPrompts:
 
         0: the tokens end with a whole block.
         """
+        if count % self._tree.whole_groups:
+            return None
         try:
             spans = blocks_to_share(self._state, row, count)
         except ValueError:
             return None
         ends = np.zeros(len(spans), np.int32)
         for group, policy in enumerate(self._tree.policies):
-            if policy.by_checkpoint or count % policy.block:
+            if policy.by_checkpoint or (count % policy.block and not policy.is_ring):
                 ends[group] = spans[group].block_ids[-1]
         return ends
 

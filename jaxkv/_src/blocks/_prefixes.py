@@ -1,6 +1,7 @@
 """Prefix caching: the blocks of prompts, and the search for them. No jax."""
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -198,10 +199,11 @@ class Prefixes:
         """
         if not self._tree.has_states:
             return (), frozenset()
-        limit = num_tokens - 1
-        wanted = set(boundaries)
+        whole = self._tree.whole_groups
+        limit = (num_tokens - 1) // whole * whole
+        wanted = {end // whole * whole for end in boundaries}
         if found.num_seen - found.num_tokens >= self.cached.smallest_block:
-            wanted.add(min(found.num_seen, limit))
+            wanted.add(min(found.num_seen, limit) // whole * whole)
         ends = sorted(end for end in {*wanted, limit} if found.num_tokens < end <= limit)
         return tuple(ends), frozenset(wanted)
 
@@ -266,10 +268,12 @@ def _tree(state: RequestState, plan: Plan) -> PrefixTree:
     shares_rows = [
         any(getattr(spec, "compress_ratio", 1) > 1 for spec in group.specs) for group in plan.groups
     ]
-    policies = [
-        PrefixPolicy(*of_group)
-        for of_group in zip(growths, state.block_tokens, shares_rows, strict=True)
+    blocks = [n for n, g in zip(state.block_tokens, growths, strict=True) if g.stores != "ring"]
+    sizes = [
+        math.lcm(growth.group_size, min(blocks, default=1)) if growth.stores == "ring" else size
+        for size, growth in zip(state.block_tokens, growths, strict=True)
     ]
+    policies = [PrefixPolicy(*of) for of in zip(growths, sizes, shares_rows, strict=True)]
     smallest = min(policy.block for policy in policies)
     most = 4 * pool.all_read_only_until.size * smallest
     return PrefixTree(policies, pool.all_read_only_until, max_tokens=most, host_ids=pool.num_blocks)

@@ -25,6 +25,8 @@ def blocks_to_share(state: RequestState, row: int, num_tokens: int) -> list[Shar
         is_allocated = True
         if growth.stores == "encoder":
             end = of_group[2]
+        elif growth.stores == "ring":  # newer tokens may have overwritten older ones
+            is_allocated = end == 0 or num_tokens == state.computed[row]
         elif growth.stores == "state" and num_tokens:
             is_allocated = _holds_state(state, row, group, num_tokens)
             if growth.cache_mode == "all":
@@ -93,12 +95,15 @@ def check_rewind(
     for group, growth in enumerate(state.growth.growths):
         if growth.stores == "state":
             lost[group] = _lost_states(state, group, rows, num_tokens)
+        elif growth.stores == "ring":
+            lost[group] = _lost_rows(state, group, rows, num_tokens)
     if lost.any():
         group, bad = (int(index[0]) for index in np.nonzero(lost))
         raise ValueError(
             f"num_tokens={num_tokens[bad]}: request {names[bad]!r} no longer holds a block of "
-            f"group {group} that its next token reads: it left the window, or holds a newer state "
-            f"(the states of speculative_blocks={state.growth.growths[group].speculative_blocks} "
+            f"group {group} that its next token reads: it left the window, or holds newer tokens "
+            "or a newer state (the states of "
+            f"speculative_blocks={state.growth.growths[group].speculative_blocks} "
             "drafts are kept); finish the request and compute it again"
         )
 
@@ -148,6 +153,20 @@ def _lost_states(
     starts_over = spans[1] == 0 if growth.cache_mode == "all" else np.True_
     held = np.where(num_tokens == 0, starts_over, holds(spans, logical_block))
     return ~(held & (drafted | _keeps_state(state, group, rows, num_tokens)))
+
+
+def _lost_rows(
+    state: RequestState, group: int, rows: np.ndarray, num_tokens: np.ndarray
+) -> np.ndarray:
+    """Returns whether a ring has lost rows of the group that is open after some tokens, bool[N].
+
+    It has all that the last step began with, but for what this step has overwritten.
+    """
+    growth = state.growth.growths[group]
+    first = num_tokens // growth.group_size * growth.group_size  # of the open group
+    kept = num_tokens >= state.step_start[rows]
+    kept &= first + growth.block_size >= state.max_computed[rows]
+    return ~kept & (first < num_tokens) & (num_tokens != state.computed[rows])
 
 
 def _keeps_state(

@@ -52,8 +52,8 @@ class SwappedRequest:
             return None
         groups = np.repeat(range(len(spans)), [part.block_ids.size for part in spans])
         ends = [NO_IDS]
-        for policy, part in zip(policies, spans, strict=True):
-            whole = (np.arange(part.first, part.end) + 1) * policy.block
+        for policy, part, block in zip(policies, spans, state.block_tokens, strict=True):
+            whole = (np.arange(part.first, part.end) + 1) * block
             ends.append(whole.clip(0, policy.until(count)))
         ids = np.concatenate([NO_IDS, *(part.block_ids for part in spans)])
         blocks = Checkpoint(count, ids, np.concatenate(ends), groups, is_wanted=True)

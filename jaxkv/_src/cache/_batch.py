@@ -85,7 +85,8 @@ class StepBatch(BatchRequests):
         kernel_block_size + offset`` for every kernel block size. Slots index the first two axes
         of ``layer_view(cache, layer)`` in order LBNHC, flattened into one; like
         `kernel_block_tables`, they count the layers before this one in the view. Divide
-        them by ``compress_ratio`` where tokens share a row.
+        them by ``compress_ratio`` where tokens share a row. In a ring only the last tokens of a
+        request have slots.
 
         Args:
           layer: name of a layer that stores tokens.
@@ -97,7 +98,7 @@ class StepBatch(BatchRequests):
         """
         requests = self.in_group(self.layout.placement_of(layer).group)
         growth, size = requests.growth, requests.growth.block_size
-        if growth.stores != "tokens":
+        if growth.stores not in ("tokens", "ring"):
             raise TypeError(
                 f"layer={layer!r} stores {growth.stores!r}, which has no slot for each token of a "
                 "step; use read_state and write_state for states"

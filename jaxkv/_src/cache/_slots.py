@@ -50,6 +50,8 @@ class GroupBatch:
     @property
     def token_slots(self) -> Int32[Array, "*tokens"]:
         """The slot of each token, an int32 token array; `PAD_SLOT` for none."""
+        if self.growth.stores == "ring":
+            return self._ring_slots
         batch, layout = self.batch, self.batch.layout
         requests, positions = batch.token_requests, batch.positions
         block, offset = jnp.divmod(positions, self.block_tokens)
@@ -60,6 +62,15 @@ class GroupBatch:
         ids = take_cells(self.table, jnp.maximum(requests, 0), column, NULL_BLOCK)
         has_slot = (ids != NULL_BLOCK) & (positions >= 0) & mine
         return jnp.where(has_slot, ids * self.growth.block_size + offset, PAD_SLOT)
+
+    @property
+    def _ring_slots(self) -> Int32[Array, "*tokens"]:
+        """The slots of tokens in a ring; `PAD_SLOT` for those that later ones would overwrite."""
+        requests, positions = self.batch.token_requests, self.batch.positions
+        size, at = self.growth.block_size, jnp.maximum(requests, 0)
+        ids, total = take(self.table[:, 0], at), take(self.batch.seq_lens, at)
+        has_slot = (ids != NULL_BLOCK) & (positions >= jnp.maximum(total - size, 0))
+        return jnp.where(has_slot, ids * size + positions % size, PAD_SLOT)
 
     def encoder_slots(self, num_tokens: int) -> Int32[Array, "requests num_tokens"]:
         """Returns int32[B, num_tokens], slots of the encoder's tokens; `PAD_SLOT` past the last."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jaxkv._src.planning import Plan
-from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, RingSpec, StateSpec
 
 
 class TokenBytes(NamedTuple):
@@ -33,10 +33,10 @@ class TokenBytes(NamedTuple):
 
 
 def token_bytes(layers: Mapping[str, Any]) -> list[TokenBytes]:
-    """Returns the bytes of a token in the layers of each kind, without states."""
+    """Returns the bytes of a token in the layers of each kind, without states and rings."""
     sums: dict[tuple[str, int | None], tuple[int, Fraction]] = {}
     for spec in layers.values():
-        if isinstance(spec, LayerSpec) and not isinstance(spec, StateSpec):
+        if isinstance(spec, LayerSpec) and not isinstance(spec, StateSpec | RingSpec):
             span = getattr(spec, "sliding_window", None) or getattr(spec, "chunk_size", None)
             count, size = sums.get((spec.kind, span), (0, Fraction(0)))
             sums[spec.kind, span] = count + 1, size + Fraction(spec.data_bytes, spec.block_size)
@@ -53,9 +53,10 @@ def attention_dtypes(layers: Mapping[str, Any]) -> list[str]:
 
 
 def state_bytes(layers: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the number of layers with a state, and the bytes of one request's states."""
-    states = [spec for spec in layers.values() if isinstance(spec, StateSpec)]
-    return len(states), sum(spec.data_bytes * (1 + spec.speculative_blocks) for spec in states)
+    """Returns the number of layers with a state or a ring, and the bytes of one request's."""
+    fixed = [spec for spec in layers.values() if isinstance(spec, StateSpec | RingSpec)]
+    drafts = [getattr(spec, "speculative_blocks", 0) for spec in fixed]
+    return len(fixed), sum(s.data_bytes * (1 + n) for s, n in zip(fixed, drafts, strict=True))
 
 
 def bytes_per_request(plan: Plan, num_tokens: int) -> int:

@@ -24,6 +24,7 @@ from jaxkv._src.specs import (
     FullAttentionSpec,
     LayerSpec,
     MLASpec,
+    RingSpec,
     SharedKVSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -39,6 +40,7 @@ KINDS: dict[str, type[Any]] = {
     "cross": CrossAttentionSpec,
     "mla": MLASpec,
     "sliding_mla": SlidingWindowMLASpec,
+    "ring": RingSpec,
     "state": StateSpec,
     "shared": SharedKVSpec,
     "encoder_only": EncoderOnlySpec,
@@ -159,7 +161,7 @@ def change_specs(
         changes: dict[str, Any] = {}
         if kv_dtype is not None and isinstance(spec, FullAttentionSpec | MLASpec):
             changes["dtype"] = kv_dtype
-        if block_size is not None and isinstance(spec, LayerSpec):
+        if block_size is not None and isinstance(spec, LayerSpec) and spec.kind != "ring":
             changes["block_size"] = block_size
         if changes:
             changed[name] = dataclasses.replace(spec, **changes)

@@ -8,7 +8,7 @@ from jaxkv._src.internal.checks import check_each, check_positive
 from jaxkv._src.internal.text import shown
 from jaxkv._src.layout._rows import tokens_per_row
 from jaxkv._src.planning import Group
-from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, SharedKVSpec, StateSpec
+from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, RingSpec, SharedKVSpec, StateSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _for_entry(entry: Group | LayerSpec | Cacheless, backends: Backends, index: 
     specs = entry.specs if isinstance(entry, Group) else (entry,)
     if not specs:  # no layer of the group lives on this worker
         return None
-    if isinstance(specs[0], StateSpec):
+    if isinstance(specs[0], StateSpec | RingSpec):
         return specs[0].block_size
     return _select(specs[0].block_size, backends, tokens_per_row(specs), f"group {index}: ")
 

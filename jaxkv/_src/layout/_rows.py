@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.internal.text import shown
-from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, RingSpec, StateSpec
 
 
 class RowFormat(NamedTuple):
@@ -32,8 +32,8 @@ def row_format(spec: LayerSpec) -> RowFormat:
             return RowFormat(1, spec.token_bytes, "uint8", None)
         width = spec.head_size + spec.value_size
         return RowFormat(spec.num_kv_heads, width, spec.dtype, spec.head_size)
-    if isinstance(spec, MLASpec):
-        if spec.bytes_per_token is None and spec.dtype != "nvfp4":
+    if isinstance(spec, MLASpec | RingSpec):
+        if getattr(spec, "bytes_per_token", None) is None and spec.dtype != "nvfp4":
             return RowFormat(1, spec.head_size, spec.dtype, None)
         return RowFormat(1, spec.token_bytes, "uint8", None)
     return RowFormat(1, spec.data_bytes, "uint8", None)  # a state: arrays of several dtypes

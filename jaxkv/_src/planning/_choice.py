@@ -8,7 +8,7 @@ from jaxkv._src.planning._grouping import Grouping, GroupingFigures, make_groups
 from jaxkv._src.planning._layout import Group
 from jaxkv._src.planning._pages import Layers, grow_for_states, unifiable
 from jaxkv._src.planning._plan import Plan
-from jaxkv._src.specs import LayerSpec, MLASpec
+from jaxkv._src.specs import LayerSpec, MLASpec, RingSpec
 
 PlanGroups = Callable[[Sequence[Group]], Plan]  # makes a plan, whether its length fits or not
 Groups = tuple[Group, ...]
@@ -80,6 +80,8 @@ def in_small_blocks(layers: Layers) -> dict[str, LayerSpec]:
 def _in_small_blocks(spec: LayerSpec) -> LayerSpec:
     if isinstance(spec, MLASpec) and spec.compress_ratio > 1:
         return spec  # its blocks hold whole vectors
+    if isinstance(spec, RingSpec):
+        return dataclasses.replace(spec, page_bytes_padded=None)
     return dataclasses.replace(spec, block_size=SMALL_BLOCK, page_bytes_padded=None)
 
 

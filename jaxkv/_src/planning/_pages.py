@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, RingSpec, StateSpec
 
 Layers = Mapping[str, LayerSpec]
 
@@ -15,7 +15,7 @@ def unify_pages(layers: Layers) -> dict[str, LayerSpec]:
     """Gives every layer a page of the same bytes, the largest among them.
 
     Attention blocks first grow until their page holds a whole state page (`hybrid_block_size`).
-    Then a smaller page grows by taking more tokens per block where that divides; state pages,
+    Then a smaller page grows by taking more tokens per block where that divides; state pages, rings
     and attention pages that do not divide, are padded instead.
 
     Args:
@@ -40,7 +40,7 @@ def unify_grown(layers: Layers) -> dict[str, LayerSpec]:
 
 
 def grow_for_states(layers: Layers) -> dict[str, LayerSpec]:
-    """Enlarges attention blocks until their page holds the largest state page.
+    """Enlarges attention blocks until their page holds the largest page of a state or a ring.
 
     States in blocks of the same size get the new size too, so that states kept at block
     boundaries stay aligned with attention. Attention pages that the caller padded stay as they
@@ -48,10 +48,11 @@ def grow_for_states(layers: Layers) -> dict[str, LayerSpec]:
     """
     specs = set(layers.values())
     states = {spec for spec in specs if isinstance(spec, StateSpec)}
-    largest = max((spec.page_bytes for spec in states), default=0)
+    fixed = {spec for spec in specs if isinstance(spec, StateSpec | RingSpec)}
+    largest = max((spec.page_bytes for spec in fixed), default=0)
     grown: dict[LayerSpec, LayerSpec] = {spec: spec for spec in specs}
     sizes: dict[int, int] = {}  # given block size -> the largest that it became
-    for spec in specs - states:
+    for spec in specs - fixed:
         is_attention = isinstance(spec, FullAttentionSpec | MLASpec)
         if is_attention and spec.page_bytes_padded is None and spec.page_bytes < largest:
             size = hybrid_block_size(spec, largest)
@@ -79,7 +80,7 @@ def _with_page(name: str, spec: LayerSpec, page_bytes: int) -> LayerSpec:
 
 def _scales_to(spec: LayerSpec, page_bytes: int) -> bool:
     """Returns whether a block of more tokens has exactly this page."""
-    grows = not isinstance(spec, StateSpec) and spec.page_bytes == spec.data_bytes
+    grows = not isinstance(spec, StateSpec | RingSpec) and spec.page_bytes == spec.data_bytes
     return grows and page_bytes % spec.page_bytes == 0
 
 

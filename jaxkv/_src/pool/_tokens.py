@@ -16,10 +16,10 @@ from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
-from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, canonical_dtype
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, RingSpec, canonical_dtype
 from pallas_kernels import Implementation
 
-TokenSpec = FullAttentionSpec | MLASpec
+TokenSpec = FullAttentionSpec | MLASpec | RingSpec
 
 
 def quantize(
@@ -302,7 +302,8 @@ def read_rows(
         cache, batch = jaxkv.apply_step(cache, upload)
         rows = jaxkv.read_rows(cache, "layer", batch)      # [B, W * block_size, heads, K + V]
 
-    Like `read_tokens`, but without scales and in the layer's dtype.
+    Like `read_tokens`, but without scales and in the layer's dtype. The rows of a ring come in its
+    own order: row i is of the last token whose position is i modulo ``block_size``.
 
     Args:
       cache, layer, batch, layer_index: as for `write_tokens`.
@@ -375,7 +376,7 @@ def check_owner(layout: CacheLayout, layer: str) -> None:
 
 def token_spec(layer: str, spec: LayerSpec) -> TokenSpec:
     """Returns the spec of a layer that stores rows of tokens; raises TypeError for others."""
-    if not isinstance(spec, FullAttentionSpec | MLASpec):
+    if not isinstance(spec, TokenSpec):
         raise TypeError(
             f"layer={layer!r} stores states, not tokens; use read_state and write_state"
         )

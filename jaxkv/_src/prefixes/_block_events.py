@@ -84,7 +84,8 @@ class PrefixEvents:
                 "blocks apart; give each an EventLog of its own"
             )
         self._log, self._groups, log.has_manager = log, groups, True
-        self.grain = math.gcd(*(group.block_size for group in self._groups))
+        cached = [group.block_size for group in self._groups if group.kind != "ring"]
+        self.grain = math.gcd(*cached) or 1
         self._names: dict[int, Name] = {}  # by block id
         self._counts: collections.Counter[Name] = collections.Counter()
         self._places: dict[tuple[int, bytes], Place] = {}  # by group and key, of those on the GPU

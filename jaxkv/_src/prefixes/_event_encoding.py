@@ -32,6 +32,7 @@ _KIND_NAMES: dict[GroupKind, str] = {
     "sliding": "sliding_window",
     "sliding_mla": "sliding_window_mla",
     "chunked": "chunked_local_attention",
+    "ring": "unknown",
     "state": "mamba",
     "cross": "cross_attention",
 }

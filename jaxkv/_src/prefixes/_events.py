@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxkv._src.internal.checks import (
     check_at_most,
@@ -19,9 +19,9 @@ from jaxkv._src.prefixes._keys import DEFAULT_ROOT, check_key
 #: the memory that a block is in, by vLLM's names
 Medium = Literal["GPU", "CPU", "STORAGE"]
 #: kinds of layers, as `jaxkv.specs.LayerSpec.kind`
-GroupKind = Literal["full", "mla", "sliding", "sliding_mla", "chunked", "state", "cross"]
+GroupKind = Literal["full", "mla", "sliding", "sliding_mla", "chunked", "ring", "state", "cross"]
 _MEDIA = ("GPU", "CPU", "STORAGE")
-_KINDS = ("full", "mla", "sliding", "sliding_mla", "chunked", "state", "cross")
+_KINDS = get_args(GroupKind)
 _KEEP_ALL_TOKENS = ("full", "mla")
 
 

@@ -120,6 +120,8 @@ def _shared(
     """
     block = policy.block
     end = cdiv(num_tokens, block)
+    if policy.is_ring:
+        return NO_BLOCKS
     if policy.by_checkpoint:
         ids = np.array([partial], np.int32)
         if policy.growth.cache_mode == "none":
@@ -144,7 +146,7 @@ def _held_at(policy: PrefixPolicy, block_ids: np.ndarray, positions: np.ndarray)
     last = positions // policy.block - 1
     if policy.only_last:
         return block_ids[last] > 0
-    if (block_ids > 0).all():
+    if policy.is_ring or (block_ids > 0).all():
         return np.ones(positions.size, bool)
     index = np.arange(block_ids.size)
     newest_hole = np.maximum.accumulate(np.where(block_ids > 0, -1, index))
@@ -157,6 +159,8 @@ def _holds_whole(policy: PrefixPolicy, block_ids: np.ndarray, position: int) -> 
     end = position // policy.block
     if policy.only_last:
         return bool(block_ids[end - 1] > 0)
+    if policy.is_ring:
+        return position % policy.growth.group_size == 0
     first = policy.first_block(position)
     return bool((block_ids[first:end] > 0).all())
 
@@ -195,6 +199,8 @@ def _reasons_whole(
 
 def _why_not_held(policy: PrefixPolicy, block_ids: np.ndarray, positions: np.ndarray) -> Reason:
     """Returns the reason why a group caches too little for a token at any of these positions."""
+    if policy.is_ring:
+        return "no_checkpoint"
     end = positions // policy.block
     if policy.only_last:
         first = end - 1

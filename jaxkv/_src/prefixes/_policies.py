@@ -16,7 +16,8 @@ class PrefixPolicy:
     """The rule that a group caches the blocks of a prefix by.
 
     growth: block rule of the group.
-    block: tokens per entry of its block table.
+    block: tokens per entry of its block table; of a ring, of which nothing is cached, a multiple of
+      its ``group_size``.
     shares_rows: whether several tokens of a layer share a vector.
     """
 
@@ -30,6 +31,11 @@ class PrefixPolicy:
         return self.growth.stores == "state" and self.growth.cache_mode != "all"
 
     @functools.cached_property
+    def is_ring(self) -> bool:
+        """Whether nothing is cached; prefixes then end at whole groups of tokens."""
+        return self.growth.stores == "ring"
+
+    @functools.cached_property
     def only_last(self) -> bool:
         """Whether the next token reads only the block at the end of the prefix."""
         return self.growth.stores == "state"
@@ -40,7 +46,7 @@ class PrefixPolicy:
 
     def until(self, position: int) -> int:
         """Returns the position before which the last block of a prefix may not be written."""
-        if self.only_last:
+        if self.only_last or self.is_ring:
             return WHOLE
         # The next token would write into the vector that it shares with the prefix's last tokens.
         return cdiv(position, self.block) * self.block if self.shares_rows else position

@@ -24,6 +24,7 @@ class PrefixTree:
     checkpoints: the cached checkpoints.
     swapped: the blocks of preempted requests that still have all of them.
     grid: least common multiple of the groups' block sizes, at which a prefix of whole blocks ends.
+    whole_groups: tokens that hold whole groups of all rings; prefixes end at multiples of it.
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     host_ids: ids from this one on are of blocks in host memory.
     on_recomputed: called with blocks in host memory, and with the blocks on the device that
@@ -51,6 +52,7 @@ class PrefixTree:
         self.read_only_until, self.host_ids = read_only_until, host_ids
         sizes = [policy.block for policy in self.policies]
         self.grid = math.lcm(*sizes)
+        self.whole_groups = math.lcm(*[p.growth.group_size for p in self.policies])
         self._new_prompts = functools.partial(PromptTree, sizes, max_tokens)
         self.has_states = any(policy.by_checkpoint for policy in self.policies)
         # The node and group (see `_owner`) and the logical block that a block is cached

@@ -18,6 +18,7 @@ from jaxkv._src.specs._growth import (
     LiveRange,
     first_visible_token,
 )
+from jaxkv._src.specs._ring import RingSpec
 from jaxkv._src.specs._state import (
     StateSpec,
     gated_delta_net_state,
@@ -41,6 +42,7 @@ __all__ = [
     "Limits",
     "LiveRange",
     "MLASpec",
+    "RingSpec",
     "SharedKVSpec",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 
-GrowthKind = Literal["full", "sliding", "chunked", "state", "cross"]
+GrowthKind = Literal["full", "sliding", "chunked", "ring", "state", "cross"]
 CacheMode = Literal["none", "align", "all"]
-Stores = Literal["tokens", "state", "encoder"]
+Stores = Literal["tokens", "ring", "state", "encoder"]
 
 
 @functools.cache
@@ -85,11 +85,12 @@ class Growth(_Columns):
     that table: the block of position ``p`` stands at ``p // block_size`` for as long as the
     request holds it.
 
-    kind: "full" (latent vectors included), "sliding", "chunked", "state" or "cross".
+    kind: "full" (latent vectors included), "sliding", "chunked", "ring", "state" or "cross".
     block_size: tokens per block.
     window, chunk: tokens, for "sliding" and "chunked"; `INT32_MAX` for the other kinds.
     cache_mode, speculative_blocks: as for `StateSpec`.
     sink_tokens: as for `FullAttentionSpec`; all requests share the blocks of sinks.
+    group_size: as for `RingSpec`.
     """
 
     kind: GrowthKind
@@ -99,12 +100,13 @@ class Growth(_Columns):
     cache_mode: CacheMode = "none"
     speculative_blocks: int = 0
     sink_tokens: int = 0
+    group_size: int = 1
 
     @property
     def stores(self) -> Stores:
-        """The content of a block: tokens, a recurrent state, or the encoder's tokens."""
-        if self.kind == "state":
-            return "state"
+        """The content of a block: tokens, a ring of them, a recurrent state, or the encoder's."""
+        if self.kind in ("ring", "state"):
+            return self.kind
         return "encoder" if self.kind == "cross" else "tokens"
 
     @property
@@ -120,7 +122,7 @@ class Growth(_Columns):
     @property
     def block_tokens(self) -> int:
         """Tokens of a logical block; `INT32_MAX`: the same blocks for every length."""
-        fixed = self.stores == "state" and self.cache_mode == "none"
+        fixed = self.kind == "ring" or (self.kind == "state" and self.cache_mode == "none")
         return INT32_MAX if fixed else self.block_size
 
     def live_range(
@@ -148,7 +150,8 @@ class Growth(_Columns):
     def blocks_read(self, num_tokens: int, block_tokens: int) -> LiveRange:
         """Returns the logical blocks that the token after ``num_tokens`` tokens reads.
 
-        Those of encoder tokens, which all tokens read, are left out.
+        Those of encoder tokens, which all tokens read, are left out, and a ring that has nothing
+        but whole groups.
 
         Args:
           block_tokens: tokens of a logical block, over all ranks of context parallelism.
@@ -157,7 +160,8 @@ class Growth(_Columns):
         if self.stores == "tokens":
             first = int(self.first_visible(num_tokens, PLAIN_INTS)) // block_tokens
             return LiveRange(-1, first, end)
-        if self.stores == "encoder" or not num_tokens:
+        is_whole = self.stores == "ring" and num_tokens % self.group_size == 0
+        if self.stores == "encoder" or not num_tokens or is_whole:
             return LiveRange(-1, 0, 0)
         return LiveRange(end - 1 if self.cache_mode == "align" else -1, end - 1, end)
 
@@ -218,6 +222,8 @@ class Growth(_Columns):
                 live = min(self.chunk + in_flight_tokens, num_tokens)
                 straddle = self.chunk % b != 0  # the chunk starts mid-block
                 return min(cdiv(live, b) + straddle, whole)
+            case "ring":
+                return 1
             case "state":
                 running = {"none": 1, "align": 2, "all": whole}
                 return running[self.cache_mode] + self.speculative_blocks
@@ -242,7 +248,7 @@ class Growth(_Columns):
         """
         if self.stores == "encoder":
             return batch * cdiv(encoder_tokens, self.block_size)
-        if self.stores == "state" and self.cache_mode != "all":
+        if self.kind == "ring" or (self.kind == "state" and self.cache_mode != "all"):
             return batch * (1 + self.speculative_blocks)
         block = self.block_size * context_parallel
         requests = min(batch, tokens)
@@ -258,7 +264,7 @@ class Growth(_Columns):
         """
         if self.kind == "cross":
             return cdiv(encoder_tokens, self.block_size)
-        if self.kind == "state" and self.cache_mode == "none":
+        if self.block_tokens == INT32_MAX:
             return 1 + self.speculative_blocks
         return cdiv(num_tokens, self.block_size) + self.speculative_blocks
 
@@ -271,6 +277,7 @@ class GrowthTable(_Columns):
       the tokens of all ranks of context parallelism, and ``chunk`` is None without chunks.
     aligned: int64[...], indices of the groups with "align" states.
     crossed: int64[...], indices of the groups that store encoder tokens.
+    ringed: int64[...], indices of the groups that are rings.
     drafted: indices of the groups with "all" states that have blocks for drafts.
     has_drafts: whether requests need blocks for the states of drafts.
     has_windows: whether requests free blocks that no later token reads.
@@ -290,6 +297,7 @@ class GrowthTable(_Columns):
         self.chunk = column("chunk") if "chunked" in kinds else None
         self.aligned = np.array(aligned, bool).nonzero()[0]
         self.crossed = np.array([kind == "cross" for kind in kinds], bool).nonzero()[0]
+        self.ringed = np.array([kind == "ring" for kind in kinds], bool).nonzero()[0]
         self.drafted = [i for i, g in enumerate(growths) if g.has_drafts and g.cache_mode == "all"]
         self.has_drafts = bool(self.speculative_blocks.any())
         self.has_windows = "sliding" in kinds or "chunked" in kinds

@@ -141,8 +141,11 @@ class CheckedCache(CacheUnderTest):
 def needed_blocks(growth: Growth, computed: int, total: int) -> Sequence[int]:
     """Returns the logical blocks that a request needs for its tokens up to ``total``.
 
-    At rest that is the state to resume from, without blocks for drafts.
+    At rest that is the state to resume from, without blocks for drafts, and a ring only within a
+    group of tokens.
     """
+    if growth.stores == "ring" and total == computed:
+        return range(1 if computed % growth.group_size else 0)
     if growth.stores != "state" or total > computed:
         return growth.live_blocks(computed, total)
     source = int(growth.live_range(computed, total).source)

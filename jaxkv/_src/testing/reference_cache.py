@@ -15,7 +15,7 @@ from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.planning import Plan
-from jaxkv._src.specs import CrossAttentionSpec, LayerSpec, StateSpec
+from jaxkv._src.specs import CrossAttentionSpec, LayerSpec, RingSpec, StateSpec
 
 LARGEST_MARK = 0x7B  # as the top byte of an element: finite in fp8, int8, f16, bf16 and f32
 
@@ -100,6 +100,9 @@ class ReferenceCache:
 
     def _forget_the_rest(self, pages: _Pages, spec: LayerSpec, num_tokens: int) -> None:
         """Expects anything in the rest of a block: others may have filled it up."""
+        if isinstance(spec, RingSpec):
+            self._reject(pages, spec, 0, num_tokens)  # no prefix keeps a ring
+            return
         logical_block, after = divmod(num_tokens, spec.block_size)
         if after and not isinstance(spec, StateSpec):
             pages.rejected[logical_block] |= ~pages.written[logical_block]
@@ -113,6 +116,8 @@ class ReferenceCache:
             shared = range(end)
             if isinstance(place.spec, StateSpec) and place.spec.cache_mode != "all":
                 shared = range(min(end, 1)) if place.spec.cache_mode == "none" else shared[-1:]
+            if isinstance(place.spec, RingSpec):  # after whole groups, each begins its own
+                shared = range(1 if num_tokens % place.spec.group_size else 0)
             both = zip(self._pages[request, layer], self._pages[donor, layer], strict=True)
             for mine, other in both:
                 mine[shared] = other[shared]
@@ -276,9 +281,11 @@ class ReferenceCache:
 def locate_in_row(spec: LayerSpec, position: int) -> tuple[int, int]:
     """Returns the logical block, and the byte of its page, at which a token's row begins.
 
-    A state of ``cache_mode="none"`` stays in logical block 0.
+    A state of ``cache_mode="none"`` stays in logical block 0, as a ring does.
     """
     check_count(position=position)
+    if isinstance(spec, RingSpec):
+        return 0, position % spec.block_size * spec.token_bytes
     if isinstance(spec, StateSpec):
         return (0 if spec.cache_mode == "none" else position // spec.block_size), 0
     if not isinstance(spec, LayerSpec) or isinstance(spec, CrossAttentionSpec):
@@ -294,6 +301,8 @@ def _row_positions(spec: LayerSpec, computed: int, total: int) -> np.ndarray:
         size = spec.block_size if spec.cache_mode == "all" else total
         blocks = range(computed // size, (total - 1) // size + 1)
         return np.array([min((block + 1) * size, total) - 1 for block in blocks], np.int32)
+    if isinstance(spec, RingSpec):  # it keeps no more
+        computed = max(computed, total - spec.block_size)
     shared = spec.block_size // rows_per_block(spec)  # tokens of one row
     rows = range(computed // shared, (total - 1) // shared + 1)
     return np.array([max(row * shared, computed) for row in rows], np.int32)

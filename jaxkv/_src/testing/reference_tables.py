@@ -8,6 +8,7 @@ from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     LayerSpec,
+    RingSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
@@ -77,6 +78,8 @@ class ReferenceTables:
         size = spec.block_size * self.plan.context_parallel
         if isinstance(spec, CrossAttentionSpec):
             return list(range(-(-encoder_tokens // size)))
+        if isinstance(spec, RingSpec):
+            return [0]
         if not isinstance(spec, StateSpec):
             oldest = min(p for p in range(computed + 1) if _sees(spec, computed, p))
             return [*sorted({p // size for p in range(oldest, total)})]
@@ -107,9 +110,17 @@ class ReferenceTables:
             listed += [block_id * parts + part if block_id else 0 for part in range(parts)]
         return listed
 
-    def slot(self, group: int, row: int, position: int) -> int:
-        """Returns the slot of a token, found through its kernel block; -1 for none."""
+    def slot(self, group: int, row: int, position: int, total: int = 0) -> int:
+        """Returns the slot of a token, found through its kernel block; -1 for none.
+
+        Args:
+          total: tokens of the request after the step, for a ring.
+        """
         spec = self.specs[group]
+        if isinstance(spec, RingSpec):
+            if position < total - spec.block_size:
+                return -1  # a later token of the step overwrites it
+            position %= spec.block_size
         index = self._own_index(position)
         if isinstance(spec, StateSpec | CrossAttentionSpec) or index is None:
             return -1

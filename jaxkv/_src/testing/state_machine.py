@@ -308,7 +308,8 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     def _prefixes(self) -> list[tuple[int, int]]:
         """Returns what a request can start with now: pairs of a donor and a number of tokens."""
         stored = {group.growth.stores for group in self.plan.groups}
-        tokens_only = stored <= ({"tokens", "state"} if self.copies_on_write else {"tokens"})
+        copied = {"tokens", "ring", "state"}  # the latter two are written again and again
+        tokens_only = stored <= (copied if self.copies_on_write else {"tokens"})
         if not (overrides("fork")(self) and tokens_only):
             return []
         if len(self.computed) == self.max_requests:
@@ -317,7 +318,8 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
 
     def _shareable(self, donor: int) -> list[int]:
         """Returns the prefixes of a donor that can be shared: their live blocks are held."""
-        size = math.lcm(*(group.block_size for group in self.plan.groups))
+        growths = [group.growth for group in self.plan.groups]
+        size = math.lcm(*(g.group_size if g.stores == "ring" else g.block_size for g in growths))
         most = min(self.computed[donor], self.plan.max_model_len - 1)
         lengths = list(range(size, most + 1, size))
         modes = {g.growth.cache_mode for g in self.plan.groups if g.growth.stores == "state"}

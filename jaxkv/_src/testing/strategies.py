@@ -22,6 +22,7 @@ from jaxkv._src.specs import (
     LayerSpec,
     Limits,
     MLASpec,
+    RingSpec,
     SharedKVSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -35,7 +36,8 @@ with extra():
     from hypothesis import strategies as st
     from hypothesis.extra import numpy as hnp
 
-KINDS = ("full", "sliding", "chunked", "cross", "mla", "sliding_mla", "state")
+KINDS = ("full", "sliding", "chunked", "cross", "mla", "sliding_mla", "ring", "state")
+RINGS = ((4, 3), (1, 1), (2, 2), (8, 4))  # rows, and tokens of a group
 LIMITS = Limits(max_in_flight_tokens=7, max_encoder_tokens=9)
 EXTREMES = (-1, -(2**31), 2**31 - 1)  # -1 may wrap, the others overflow
 FIRST_NAN = {  # bits of the least NaN without sign; all larger ones are NaN too
@@ -88,6 +90,9 @@ def layer_specs(
         "cross": st.builds(CrossAttentionSpec, **heads),
         "mla": latents(MLASpec),
         "sliding_mla": latents(SlidingWindowMLASpec, **window),
+        "ring": st.sampled_from(RINGS).map(
+            lambda sizes: RingSpec(block_size=sizes[0], group_size=sizes[1], head_size=4)
+        ),
         "state": st.builds(
             StateSpec,
             **size,

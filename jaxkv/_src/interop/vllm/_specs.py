@@ -10,6 +10,7 @@ from jaxkv._src.specs import (
     FullAttentionSpec,
     LayerSpec,
     MLASpec,
+    RingSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
@@ -113,6 +114,21 @@ def _mamba(fields: SpecFields, _: str | None, __: int | None) -> LayerSpec:
     )
 
 
+def _ring(fields: SpecFields, kv_dtype: str | None, _: int | None) -> LayerSpec:
+    """Returns a ring; vLLM does not name its groups, so they are as large as the ring."""
+    heads = fields.count("num_kv_heads")
+    if fields.get("head_size_v", 0):
+        raise ValueError(f"{fields.what} has values, and a ring stores one row per token")
+    _check_layout(fields, heads)
+    page = _page(fields)
+    return RingSpec(
+        **page,
+        group_size=page["block_size"],
+        head_size=heads * fields.count("head_size"),
+        dtype=_element_dtype(fields, _quant_mode(fields), kv_dtype),
+    )
+
+
 CONVERTERS: dict[str, Callable[[SpecFields, str | None, int | None], LayerSpec]] = {
     "FullAttentionSpec": _full,
     "SlidingWindowSpec": _sliding,
@@ -120,6 +136,7 @@ CONVERTERS: dict[str, Callable[[SpecFields, str | None, int | None], LayerSpec]]
     "CrossAttentionSpec": _cross,
     "MLAAttentionSpec": _mla,
     "SlidingWindowMLASpec": _sliding_mla,
+    "CircularBufferSpec": _ring,
     "MambaSpec": _mamba,
 }
 

@@ -207,8 +207,9 @@ class SchedulerTables:
     def _first_without_content(self, group: int, num_computed_tokens: int) -> int:
         """Returns the first logical block without content of a request's computed tokens."""
         growth = self._plan.groups[group].growth
-        at_once = growth.stores == "state" and growth.cache_mode == "none"
-        if at_once or growth.stores == "encoder":  # the first step writes all of it
+        if (
+            growth.block_tokens == INT32_MAX or growth.stores == "encoder"
+        ):  # the first step writes all of it
             return INT32_MAX if num_computed_tokens else 0
         return cdiv(num_computed_tokens, growth.block_size * self._plan.context_parallel)
 
