@@ -103,9 +103,18 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"jaxkv.{name}")
     else:
-        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}{_alike(name)}")
     _show_public_modules()
     return value
+
+
+def _alike(name: str) -> str:
+    """Returns a hint at a public name that is spelled like this one."""
+    import difflib  # only for mistakes
+
+    places = {each: public for each, _, public in _public_modules()[::-1]}
+    near = difflib.get_close_matches(name, [*places, *_MODULES], n=1, cutoff=0.75)
+    return f"; did you mean {places.get(near[0], 'jaxkv')}.{near[0]}?" if near else ""
 
 
 @functools.cache

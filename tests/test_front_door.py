@@ -101,6 +101,10 @@ def test_an_unknown_name_is_refused() -> None:
         jaxkv.make_pool  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'make_pool' from 'jaxkv'"):
         from jaxkv import make_pool  # noqa: F401
+    with pytest.raises(AttributeError, match=r"did you mean jaxkv\.plan_cache\?"):
+        getattr(jaxkv, "plan_cahe")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"did you mean jaxkv\.pool\.describe_blocks\?"):
+        getattr(jaxkv, "describe_block")  # noqa: B009
 
 
 MODULES = [name for name in dir(jaxkv) if isinstance(getattr(jaxkv, name), types.ModuleType)]
