@@ -12,7 +12,7 @@ JOBS ?= 2
 BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
 comma := ,
 
-.PHONY: help chat demo quick test mutants bench docs check format wheel-check lane-oldest lane-measured lane-newest \
+.PHONY: help chat demo quick test real mutants bench docs check format wheel-check lane-oldest lane-measured lane-newest \
 	lane-gpus lanes ci clean
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make quick   lint, types and the quick tests, in a minute"
 	@echo "make test    lint, types, all tests and notebooks; needs no GPU"
 	@echo "make mutants mutation testing of the lines changed since main; ARGS=tests/test_blocks.py"
+	@echo "make real    compare SmolLM2's tokens with those of transformers; downloads what make chat does"
 	@echo "make bench   time the block manager, steps, kernels, planner; ARGS='zero copies' for some"
 	@echo "make docs    the site: a page for every public module, and the guides"
 	@echo "make check   lint and types only"
@@ -43,6 +44,9 @@ QUICK := $(patsubst %,tests/test_%.py,architecture specs layout planning groupin
 
 quick: check
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)
+
+real: $(VENV)/.test $(VENV)/.chat
+	@$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/real_model.py $(ARGS)
 
 mutants: $(VENV)/.mutants
 	@$(BIN)/python .ci/mutants.py $(or $(ARGS),$(QUICK))

@@ -1,15 +1,12 @@
 """Records transformers' tokens of SmolLM2-135M-Instruct in ``tests/golden/real_model.json``.
 
-``python -m tests.record_real_model FILE.gguf``, where torch, transformers, accelerate and gguf are installed; the
-file is the one that ``make chat`` keeps.
+``python -m tests.record_real_model FILE.gguf``, where torch, transformers, accelerate and gguf are
+installed; the file is the one that ``make chat`` keeps.
 """
 
 import json
 import pathlib
 import sys
-
-import torch
-import transformers
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "real_model.json"
 TEXTS = """The capital of France is
@@ -37,6 +34,9 @@ NUM_TOKENS = 32
 
 
 def main(file: pathlib.Path) -> None:
+    import torch
+    import transformers
+
     options = {"gguf_file": file.name, "dtype": torch.float32}
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
