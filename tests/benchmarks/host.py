@@ -131,7 +131,8 @@ def _check_same_blocks(manager: BlockManager, vllm_manager: VllmManager) -> None
     """Raises unless both hold as many blocks: else they did not do the same work."""
     if manager.num_free_blocks != vllm_manager.num_free_blocks:
         raise RuntimeError(
-            f"jaxkv has {manager.num_free_blocks} free blocks and vLLM {vllm_manager.num_free_blocks}"
+            f"jaxkv has {manager.num_free_blocks} free blocks, "
+            f"and vLLM {vllm_manager.num_free_blocks}"
         )
 
 
