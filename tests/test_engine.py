@@ -1185,6 +1185,7 @@ def test_prompts_with_the_longest_answers_start_first() -> None:
 def test_a_request_that_is_refused_leaves_nothing_and_was_passed_on_whole(monkeypatch) -> None:
     engine, seen = make_engine(), list[Any]()
     prefix = {"salt": "s", "extra_keys": [jaxkv.ExtraKey.lora("a", "/a")], "boundaries": [2]}
+    prefix |= {"priority": 3}
 
     def add(*given: Any, **options: Any) -> None:
         seen.append((given, options))

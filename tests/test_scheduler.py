@@ -15,6 +15,8 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.scheduler._admission import MOST_BLOCKED
+from jaxkv._src.scheduler._requests import MOST_PASSES
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
 from jaxkv._src.uploads import StepShape
 
@@ -169,9 +171,7 @@ def test_prompts_that_start_together_wait_for_the_blocks_of_one(kind, order, in_
 
 @pytest.mark.parametrize("preemption", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_requests_start_in_order_for_as_long_as_they_fit_together(
-    kind: str, preemption: bool
-) -> None:
+def test_requests_that_fit_start_in_line(kind: str, preemption: bool) -> None:
     draw = random.Random(kind)
     # With preemption, windows give blocks back while a long prompt is computed.
     spare, in_flight = (40, [2, 8]) if preemption else (20, [2, 8, 24])
@@ -201,13 +201,56 @@ def fitting(server: Server, sizes: dict[Hashable, tuple[int, int]], preemption: 
     )
     steady = {n: plan.steady_blocks(t) for n, (_, t) in sizes.items()}
     share = {n: plan.admission_blocks(t) - steady[n] for n, (_, t) in sizes.items()}
+    blocked = 0
     for name in server.scheduler.waiting:
-        reserved += needed[name]
-        most = sum(steady[n] for n in [*running, name]) + max(share[n] for n in [*running, name])
-        if (reserved > manager.num_free_blocks) if preemption else (most > plan.usable_blocks):
-            break
-        running.append(name)
-    return running
+        together = [*running, name]
+        most = sum(steady[n] for n in together) + max(share[n] for n in together)
+        free = manager.num_free_blocks - reserved - needed[name]
+        if (free < 0) if preemption else (most > plan.usable_blocks):
+            blocked += 1
+            if blocked == MOST_BLOCKED:
+                break
+            continue
+        reserved, running = reserved + needed[name], together
+    return sorted(running)
+
+
+def test_lower_priorities_come_first_and_equal_ones_as_they_arrive() -> None:
+    server = Server(small_plan(40), max_requests=2, max_tokens=16)
+    for name, priority in {"a": 0, "b": 5, "c": 1, "d": 5, "e": -1, "f": 1}.items():
+        server.scheduler.add(name, 4, priority=priority)
+    assert server.scheduler.waiting == ("e", "a", "c", "f", "b", "d")
+    assert server.scheduler.schedule().work == {"e": 4, "a": 4}
+
+
+def test_the_last_of_the_highest_number_is_preempted() -> None:
+    server = Server(small_plan(9), max_requests=3, max_tokens=24)
+    for name, priority in {"a": 1, "b": 1, "c": 0}.items():
+        server.scheduler.add(name, 8 if name == "c" else 6, max_tokens=24, priority=priority)
+    preempted: list[Hashable] = []
+    for _ in range(8):
+        schedule = server.scheduler.schedule()
+        preempted += schedule.preempted
+        server.manager.step(server.shape, schedule.work)
+        server.scheduler.append({name: 1 for name in schedule.samples})
+    assert preempted == ["b"]
+
+
+def test_few_requests_pass_one_that_does_not_fit() -> None:
+    server = Server(small_plan(11), max_requests=4, max_tokens=32)
+    server.add("long", 24, 30)
+    server.step()
+    server.add("large", 30, 31)
+    started: list[Hashable] = []
+    for number in range(2 * MOST_PASSES):
+        server.add(number, 3, 3)
+        schedule = server.step()
+        started += schedule.hits
+        for name in schedule.samples.keys() - {"long"}:
+            server.scheduler.finish(name)
+    assert started == [*range(MOST_PASSES)]
+    server.scheduler.finish("long")
+    assert next(iter(server.step().hits)) == "large"
 
 
 def test_decodes_or_prompts_get_the_tokens_of_a_step_first() -> None:

@@ -83,7 +83,7 @@ class SchedulerSimulation(Simulation):
         self.drafts = min(self.drafts, in_step - 1)  # one step verifies them
         self.limits: dict[Hashable, int] = {}
         self.prompts: dict[Hashable, int] = {}  # tokens that cannot be rewound
-        self.ages: dict[Hashable, tuple[int, ...]] = {}
+        self.places: dict[Hashable, tuple[int, ...]] = {}
         self.preempted: dict[Hashable, Any] = {}  # stories, states and partial rows
         self.cut: set[Hashable] = set()  # requests of which not all that they compute is kept
         self.counter = itertools.count()
@@ -93,6 +93,8 @@ class SchedulerSimulation(Simulation):
         self.lost: Schedule | None = None  # not carried out, and must come again
         self.uploads = -1  # when the last schedule was chosen
         self.answers: dict[Hashable, int] | None = None  # to all samples of a step at once
+        self.priorities = random.Random(-8 - seed)
+        self.has_priorities = self.priorities.random() < 0.6
         self.is_slow = random.Random(-3 - seed).random() < 0.3
         self.unanswered: list[Hashable] = []  # samples that a slow host answers later
         self.was_empty = False  # the last schedule
@@ -168,13 +170,14 @@ class SchedulerSimulation(Simulation):
             limit = min(count + self.draw.randint(8, 20), self.plan.max_model_len)
         keys, boundaries = self.keys(request), self.boundaries(request)
         samples = self.draw.choice([1, 1, 1, 2, 3]) if self.options["forks"] else 1
+        priority = self.priorities.choice([-1, 0, 0, 5]) if self.has_priorities else 0
         others = [(name, number) for number in range(1, samples)]
         if any(other in self.requests for other in others):
             samples, others = 1, []
         self.say(
             f"tokens[{name!r}] = {request.tokens}; add({name!r}, {count}, max_tokens={limit}, "
             f"encoder_tokens={request.encoder_tokens}, boundaries={boundaries}, "
-            f"samples={samples}, **{keys})"
+            f"samples={samples}, priority={priority}, **{keys})"
         )
         for each in (name, *others):
             self.known[each] = list(request.tokens)
@@ -185,13 +188,14 @@ class SchedulerSimulation(Simulation):
             max_tokens=limit,
             encoder_tokens=request.encoder_tokens,
             boundaries=boundaries,
+            priority=priority,
             **keys,
         )
-        age = (next(self.counter),)
+        place = (priority, next(self.counter))
         for each in (name, *others):
             own = dataclasses.replace(request, name=each, tokens=list(request.tokens))
             self.requests[each], self.limits[each], self.prompts[each] = own, limit, count
-            self.ages[each] = age if each is name else (*age, next(self.counter))
+            self.places[each] = place if each is name else (*place, next(self.counter))
             self.late[each] = deque()
         family = [self.requests[each] for each in (name, *others)]
         self.siblings |= {each: family for each in (name, *others)}
@@ -215,7 +219,7 @@ class SchedulerSimulation(Simulation):
             del self.known[name]
             return
         self.requests[name], self.limits[name], self.prompts[name] = request, limit, count
-        self.ages[name] = (next(self.counter),)
+        self.places[name] = (0, next(self.counter))
         self.late[name], self.siblings[name] = deque(), [request]
         self.cut.add(name)
         self.oracle.receive(request, exporting[0])
@@ -298,7 +302,7 @@ class SchedulerSimulation(Simulation):
         self.unanswered = [other for other in self.unanswered if other != name]
         self.promises.newest.pop(name, None)
         self.preempted.pop(name, None)
-        for of_request in (self.known, self.limits, self.prompts, self.ages, self.late):
+        for of_request in (self.known, self.limits, self.prompts, self.places, self.late):
             del of_request[name]
         self.join()
         self.siblings.pop(name, None)
@@ -389,7 +393,7 @@ class SchedulerSimulation(Simulation):
         if donor.name in self.cut:
             self.cut.add(new)
         self.prompts[new] = self.prompts[donor.name]
-        self.ages[new] = (*self.ages[donor.name], next(self.counter))
+        self.places[new] = (*self.places[donor.name], next(self.counter))
         self.late[new] = deque(at for at in self.late[donor.name] if at[0] < donor.computed)
         if new in self.scheduler.running:
             self.oracle.fork(donor, request, donor.computed)
@@ -588,7 +592,7 @@ class SchedulerSimulation(Simulation):
         """Checks the tokens of which the caller is told that they wait to be computed."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         entering = waiting[: self.manager.max_requests - len(running)]
-        known = {name: self.requests[name] for name in (*running, *entering)}
+        known = {name: self.requests[name] for name in (*running, *waiting)}
         left = {name: len(each.tokens) - max(each.computed, 0) for name, each in known.items()}
         (wanted, has_backlog), of_running = self.scheduler.wanted(), sum(map(left.get, running))
         assert wanted >= of_running, "wanted tokens"
@@ -597,9 +601,9 @@ class SchedulerSimulation(Simulation):
             plan, each = self.manager.plan, len(running) + len(entering)
             most = each * plan.admission_blocks(plan.max_model_len)
             has_room = most <= self.manager.num_free_blocks
-            ends = range(len(entering) if has_room else 0, len(entering) + 1)
-            started = [of_running + sum(left[name] for name in entering[:end]) for end in ends]
-            assert wanted in started, "wanted tokens"
+            some = itertools.chain(*[itertools.combinations(waiting, n) for n in range(each + 1)])
+            started = [sum(left[name] for name in of) for of in ([entering] if has_room else some)]
+            assert wanted - of_running in started, "wanted tokens"
             sizes = [len(self.requests[name].tokens) for name in waiting]
             assert has_backlog == (wanted < of_running + sum(sizes)), "backlog"
 

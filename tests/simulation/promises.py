@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+from jaxkv._src.scheduler._requests import MOST_PASSES
 from jaxkv.blocks import Upload
 from jaxkv.scheduler import Schedule
 from tests.simulation.oracle import Known
@@ -21,6 +22,8 @@ class Promises:
     idle: empty schedules one after the other.
     evicted: blocks that had been evicted before the last schedule was chosen.
     found: by waiting request, the cached tokens that it had then.
+    passes: by waiting request, how many started that were behind it in line; `MOST_PASSES` if it
+      ran before.
     """
 
     def __init__(self, simulation: "SchedulerSimulation"):
@@ -31,6 +34,7 @@ class Promises:
         self.prefills: dict[Hashable, int] = {}
         self.idle = self.evicted = 0
         self.found: dict[Hashable, int] = {}
+        self.passes: dict[Hashable, int] = {}
 
     def before(self) -> None:
         """Notes which prefixes a schedule that is about to be chosen can find."""
@@ -49,7 +53,7 @@ class Promises:
         """Checks a schedule that was just chosen.
 
         Args:
-          running: the requests that ran before, the oldest first.
+          running: the requests that ran before.
           cut: the most tokens of it; None: those of any.
           had_work: whether it was to have work.
         """
@@ -58,12 +62,13 @@ class Promises:
         assert schedule.hits.keys().isdisjoint(running), "a hit is told twice"
         assert set(running).issuperset(schedule.preempted), "one that waits is preempted"
         if schedule.preempted:
-            oldest = min(simulation.ages[name] for name in schedule.preempted)
+            first = min(simulation.places[name] for name in schedule.preempted)
             may_be = set(self._scheduler.running) - {
                 r.name for r in self._scheduler._queues.exporting
             }
-            younger = [name for name in may_be if simulation.ages[name] > oldest]
-            assert not younger, f"one older than {younger} is preempted"
+            later = [name for name in may_be if simulation.places[name] > first]
+            assert not later, f"one before {later} is preempted"
+        self._check_passes(schedule)
         for name, count in work.items():
             request = simulation.requests.get(name)
             inside = range(request.computed + 1, request.computed + count) if request else ()
@@ -80,6 +85,17 @@ class Promises:
         is_full = sum(work.values()) >= min(most, simulation.options["max_tokens"])
         if not (is_full or len(work) >= simulation.shape.batch_size or schedule.preempted):
             self._check_complete(schedule, running)
+
+    def _check_passes(self, schedule: Schedule) -> None:
+        """Checks that few requests start before one that was there before them."""
+        places = self._simulation.places
+        for one in self._scheduler._queues.waiting:
+            if one.name not in places:
+                continue
+            behind = [n for n in schedule.hits if n in places and places[n] > places[one.name]]
+            self.passes[one.name] = self.passes.get(one.name, 0) + len(behind)
+            assert self.passes[one.name] <= MOST_PASSES or not behind, f"{one.name!r} waits"
+        self.passes |= dict.fromkeys(schedule.preempted, MOST_PASSES)
 
     def _most_new(self) -> int:
         """Returns the most tokens after computed ones that one step has to take together."""
@@ -142,7 +158,7 @@ class Promises:
         if simulation.has_tokens and not simulation.hides_drafts:
             assert schedule.token_ids.tolist() == self._ids(schedule), "token ids"
         for queue in (running, self._scheduler.waiting):
-            assert list(queue) == sorted(queue, key=simulation.ages.__getitem__), "not by age"
+            assert list(queue) == sorted(queue, key=simulation.places.__getitem__), "not in line"
 
     def check_started(self, schedule: Schedule) -> None:
         """Checks that the samples of a step run, once it is carried out."""

@@ -230,6 +230,7 @@ class Engine(Unique):
         prompt: Any,
         sampling: Sampling | None = None,
         *,
+        priority: int = 0,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
         boundaries: Sequence[int] = (),
@@ -240,6 +241,7 @@ class Engine(Unique):
           request: any hashable name that no other request has.
           prompt: its token ids, a sequence or an array of ints.
           sampling: None: `Sampling()`.
+          priority: as for `Scheduler.add`: lower ones come first.
           salt, extra_keys, boundaries: of its prefix, as for `BlockManager.start`.
 
         Raises:
@@ -248,7 +250,8 @@ class Engine(Unique):
         """
         self._calls.mend()
         samples = self._samples.create(request, "prompt", prompt, sampling, self._device.vocab_size)
-        self._add(samples, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
+        prefix: Any = {"salt": salt, "extra_keys": extra_keys, "boundaries": boundaries}
+        self._add(samples, priority=priority, **prefix)
 
     @plain_ints
     def abort(self, request: Hashable, *, sample: int | None = None) -> None:
@@ -386,12 +389,12 @@ class Engine(Unique):
             calls.is_void = True  # whatever interrupts the next line, the next call does it then
             calls.mend()
 
-    def _add(self, samples: list[Sample], **prefix: Any) -> None:
+    def _add(self, samples: list[Sample], **options: Any) -> None:
         first, self._calls.is_broken = samples[0], True
         self._samples.tokens |= {sample.name: sample.tokens for sample in samples}
         sizes = {"samples": len(samples), "max_tokens": first.end}
         try:
-            self._scheduler.add(first.request, first.num_prompt, **sizes, **prefix)
+            self._scheduler.add(first.request, first.num_prompt, **sizes, **options)
         except (TypeError, ValueError):
             for sample in samples:
                 del self._samples.tokens[sample.name]

@@ -46,6 +46,14 @@ def check_not_masked(**values: Any) -> None:
             )
 
 
+def check_int(**values: int) -> None:
+    """Raises TypeError for the first value that is not an int."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            given = f"{shown(value)} ({type(value).__name__})"
+            raise TypeError(f"{name} must be an int, got {given}{_remedy(value, int, '__index__')}")
+
+
 def check_positive(**values: int) -> None:
     """Raises TypeError or ValueError for the first value that is not an int >= 1."""
     _check_at_least(1, values)
@@ -57,10 +65,8 @@ def check_count(**values: int) -> None:
 
 
 def _check_at_least(least: int, values: dict[str, int]) -> None:
+    check_int(**values)
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            given = f"{shown(value)} ({type(value).__name__})"
-            raise TypeError(f"{name} must be an int, got {given}{_remedy(value, int, '__index__')}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 

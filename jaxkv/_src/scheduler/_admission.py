@@ -1,7 +1,7 @@
 """`Admission`, which starts waiting requests and forks. No jax."""
 
 import functools
-import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from jaxkv._src.scheduler._options import Options
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
 from jaxkv._src.scheduler._requests import ANYWHERE, Request, Running
+
+MOST_BLOCKED = 4  # waiting requests that do not fit, at which a step looks
 
 
 class AdmissionBudget:
@@ -31,6 +33,33 @@ class AdmissionBudget:
         self.reserved += reserved
 
 
+class Line:
+    """Waiting requests, in line, up to one that nobody may pass.
+
+    blocked: those so far that do not fit, which others pass.
+    """
+
+    def __init__(self, waiting: Sequence[Request]):
+        self._waiting, self._passes_left = waiting, ANYWHERE
+        self.blocked: list[Request] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._waiting:
+            if self._passes_left < 1:
+                return
+            yield request
+
+    def block(self, request: Request) -> None:
+        """Notes that a request does not fit."""
+        self.blocked.append(request)
+        most = 0 if len(self.blocked) == MOST_BLOCKED else request.passes_left
+        self._passes_left = min(self._passes_left, most)
+
+    def start(self) -> None:
+        """Notes that a request starts, which passes those that do not fit."""
+        self._passes_left -= bool(self.blocked)
+
+
 class Admission:
     """Admits waiting requests and forks, for as long as there are rows and blocks."""
 
@@ -42,37 +71,46 @@ class Admission:
     # --- waiting requests -----------------------------------------------------------
 
     def entering_tokens(self, running: Running) -> tuple[int, bool]:
-        """Returns the known tokens of waiting requests that fit, and whether others do not.
+        """Returns the known tokens of waiting requests that start, and whether others do not.
 
         As if no prefix were cached: only a start tells how many tokens and blocks one saves.
         """
-        queues, found, count = self._queues, 0, 0
+        queues, found, count, line = self._queues, 0, 0, Line(self._queues.waiting)
         if not queues.may_admit:
             return found, bool(queues.waiting)
         budget = self._budget_left(running)
-        for request in itertools.islice(queues.waiting, queues.num_free_rows):
+        for request in line:
             blocks = self._prompt_blocks(request)
             if not self._fits_budget(request, budget, blocks):
-                break
+                line.block(request)
+                continue
             budget.take(request, blocks)
             found, count = found + queues.num_tokens(request), count + 1
+            line.start()
+            if count == queues.num_free_rows:
+                break
         return found, count < len(queues.waiting)
 
     def admit(
         self, step: StepBudget, running: Running, *, may_wait: bool
     ) -> list[tuple[Request, PrefixHit]]:
-        """Starts waiting requests in order, while blocks are left; returns them and their hits.
+        """Starts waiting requests in line, while blocks are left; returns them and their hits.
+
+        Those that do not fit may be passed, see `Line`.
 
         Args:
           may_wait: whether those that wait for host memory get no tokens, because others have work.
         """
         queues, budget, first = self._queues, self._budget_left(running), step.index.size
-        started: list[tuple[Request, PrefixHit]] = []
+        started, line = list[tuple[Request, PrefixHit]](), Line(queues.waiting)
         try:
-            for request in queues.waiting[: queues.num_free_rows]:
-                hit = None if step.is_full else self._start(step, request, budget)
-                if hit is None:
+            for request in line:
+                if step.is_full or not queues.num_free_rows:
                     break
+                if (hit := self._start(step, request, budget)) is None:
+                    line.block(request)
+                    continue
+                line.start()
                 if may_wait and self._manager.is_loading(request.name):
                     step.take_back(request.index)
                 started.append((request, hit))
@@ -84,8 +122,10 @@ class Admission:
             last, _ = started.pop()  # some of the blocks in `AdmissionBudget` are no longer there
             self._undo(last)
             step.take_back(last.index)
-        del queues.waiting[: len(started)]
+        for request in line.blocked:
+            request.passes_left -= sum(one.place > request.place for one, _ in started)
         for request, _ in started:
+            queues.leave(request)
             queues.table.prefill_tokens[request.index] = queues.num_tokens(request)
             if request.chunk_ends:
                 queues.in_chunks.add(request)

@@ -155,7 +155,7 @@ class Chooser:
             step.forks -= int(copies[chosen].sum())
             step.cached_tokens -= int(unsynced[chosen].sum())
         if not self._take_blocks(step, running):
-            return self._take_by_age(step, running), []
+            return self._take_in_line(step, running), []
         if not self._queues.may_admit:
             return [], []
         # Prompts come before decodes, which keep their blocks and get the tokens that are left.
@@ -250,8 +250,8 @@ class Chooser:
     ) -> Candidates:
         """Returns the requests that have tokens to compute.
 
-        The youngest requests that need more copies or cached tokens than a step takes are left out,
-        and so are those that wait for host memory, if they may wait, unless nobody else has work.
+        Of those that need more copies or cached tokens than a step takes, the last in line are left
+        out, and so are those that wait for host memory, if they may, unless nobody else has work.
         """
         manager, rows = self._manager, running.rows
         has_work, unsynced = step.has_room_for(running), manager.unsynced_tokens_by_row[rows]
@@ -284,17 +284,17 @@ class Chooser:
             self._manager.trim(self._table.names[running.index[idle]].tolist())
         return self._admission.grows(self._admission.work(*step.work))
 
-    def _take_by_age(self, step: StepBudget, running: Running) -> list[Request]:
-        """Takes blocks request by request, oldest first; returns the preempted requests."""
+    def _take_in_line(self, step: StepBudget, running: Running) -> list[Request]:
+        """Takes blocks request by request, in line; returns the preempted requests."""
         prefills = set(running.index[running.is_prefill].tolist())
         preempted: list[Request] = []
-        # To preempt, the youngest last.
+        # To preempt, the last one first.
         left = [one for one in self._queues.running if one not in self._queues.exporting]
         is_short = False
         for request in list(self._queues.running):
             if request.index not in step:
                 continue
-            if is_short and request.index in prefills:  # an older one gets the free blocks
+            if is_short and request.index in prefills:  # one before it gets the free blocks
                 step.take_back(request.index)
                 self._manager.trim([request.name])
                 continue
@@ -309,14 +309,14 @@ class Chooser:
         return preempted
 
     def _force(self, step: StepBudget, running: Running, candidates: Candidates) -> list[Request]:
-        """Gives the oldest request its tokens, for which younger ones are preempted.
+        """Gives the first request in line its tokens, for which others are preempted.
 
-        The youngest request may have got all tokens of the step, and no blocks.
+        The last one may have got all tokens of the step, and no blocks.
         """
         preempted: list[Request] = []
         for at in np.union1d(candidates.decodes, candidates.prefills).tolist():
             if self._table.rows[running.index[at]] >= 0 and step.give_one(running, at):
-                preempted += self._take_by_age(step, running)
+                preempted += self._take_in_line(step, running)
                 if step.index.size:
                     break
         return preempted

@@ -13,8 +13,8 @@ class Queues:
     """All requests of a scheduler.
 
     table: all requests, with their token counts.
-    waiting: those that wait to be admitted, the oldest first.
-    running: those that run, the oldest first.
+    waiting: those that wait to be admitted, in line.
+    running: those that run, in line.
     parents: requests that others of the same prompt wait for, to fork from them.
     in_chunks: running requests with a chunk that has to end after a given token.
     exporting: running requests whose blocks another cache may be reading or writing.
@@ -50,9 +50,9 @@ class Queues:
 
     @property
     def waiting_names(self) -> list[Hashable]:
-        """All requests without a row, the oldest first."""
+        """All requests without a row, in line."""
         samples = [sample for parent in self.parents for sample in parent.samples]
-        waiting = sorted([*self.waiting, *samples], key=_age) if samples else self.waiting
+        waiting = sorted([*self.waiting, *samples], key=_place) if samples else self.waiting
         return [request.name for request in waiting]
 
     def num_tokens(self, request: Request) -> int:
@@ -74,19 +74,19 @@ class Queues:
         return bool(self.table.needs_token[request.index])
 
     @property
-    def by_age(self) -> list[Request]:
-        """All requests, the oldest first."""
-        return sorted(self.by_name.values(), key=_age)
+    def in_line(self) -> list[Request]:
+        """All requests, by priority and arrival."""
+        return sorted(self.by_name.values(), key=_place)
 
     @property
     def order(self) -> np.ndarray:
-        """The indices of the running requests, oldest first, int64[N]."""
+        """The indices of the running requests, in line, int64[N]."""
         if self._order is None:
             self._order = np.array([request.index for request in self.running], np.int64)
         return self._order
 
     def now_running(self) -> Running:
-        """Returns the running requests and their token counts, oldest first."""
+        """Returns the running requests and their token counts, in line."""
         return self.table.at(self.order, self._manager.computed_by_row)
 
     def most_blocks(self) -> tuple[int, int]:
@@ -99,20 +99,28 @@ class Queues:
 
     # --- changes --------------------------------------------------------------------
 
-    def next_age(self, donor: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Returns the age of a new request; that of a fork follows its donor's."""
+    def next_place(self, before: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns a place in line behind those of a priority, or right behind that of a donor."""
         self._num_added += 1
-        return (*donor, self._num_added)
+        return (*before, self._num_added)
 
     def run(self, request: Request, row: int) -> None:
         """Marks a request as running in a row of the block tables."""
         request.row = self.table.rows[request.index] = row
-        bisect.insort(self.running, request, key=_age)
+        bisect.insort(self.running, request, key=_place)
         self._order = None
+
+    def enter(self, request: Request) -> None:
+        """Puts a request in line."""
+        bisect.insort(self.waiting, request, key=_place)
+
+    def leave(self, request: Request) -> None:
+        """Takes a request out of line."""
+        del self.waiting[bisect.bisect_left(self.waiting, request.place, key=_place)]
 
     def stop(self, request: Request) -> None:
         """Marks a request as no longer running."""
-        del self.running[bisect.bisect_left(self.running, request.age, key=_age)]
+        del self.running[bisect.bisect_left(self.running, request.place, key=_place)]
         request.row = self.table.rows[request.index] = -1
         self._order = None
         self.in_chunks.discard(request)
@@ -120,9 +128,9 @@ class Queues:
         self.table.chunk_ends[request.index] = ANYWHERE
 
     def wait(self, request: Request, *, needs_token: bool) -> None:
-        """Puts a request that ran, or forks, ahead of all that wait and are younger."""
-        self.table.needs_token[request.index] = needs_token
-        bisect.insort(self.waiting, request, key=_age)
+        """Puts a request that ran, or forks, in line, where none passes it any more."""
+        self.table.needs_token[request.index], request.passes_left = needs_token, 0
+        self.enter(request)
 
     def hold(self, parent: Request, samples: Sequence[Request]) -> None:
         """Queues samples until the prompt of their parent is computed, to fork from it."""
@@ -143,7 +151,7 @@ class Queues:
 
     def restart(self) -> None:
         """Makes all requests wait. All but ``by_name`` and each one's parent is derived again."""
-        requests = self.by_age
+        requests = self.in_line
         for request in requests:
             request.row, request.chunk_ends = -1, ()
             request.samples = []
@@ -171,11 +179,11 @@ class Queues:
         if request.row >= 0:
             self.stop(request)
         elif parent is None:
-            del self.waiting[bisect.bisect_left(self.waiting, request.age, key=_age)]
+            self.leave(request)
         if heir is not None:
-            bisect.insort(self.waiting, heir, key=_age)
+            self.enter(heir)
         self.table.remove(request)
 
 
-def _age(request: Request) -> tuple[int, ...]:
-    return request.age
+def _place(request: Request) -> tuple[int, ...]:
+    return request.place

@@ -13,13 +13,14 @@ from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey
 
 ANYWHERE = 2**62  # past all tokens: a chunk may end after any token
+MOST_PASSES = 16  # of a request that does not fit
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
     """A waiting or running request.
 
-    age: its position in the order of arrival, which a preemption does not change.
+    place: in line: its priority, then its number in the order of arrival; no preemption changes it.
     blocks: the most blocks that it holds while it decodes, and the most that computing its prompt
       takes in addition.
     salt, extra_keys, boundaries: of its prefix, as for `BlockManager.start`.
@@ -31,10 +32,11 @@ class Request:
     parent: a request of the same prompt, from which it forks once the prompt is computed.
     samples: requests whose parent this one is.
     num_sampled: how many of ``samples`` get a token from the step that computes the prompt.
+    passes_left: how many others may start that are behind it in line, while it does not fit.
     """
 
     name: Hashable
-    age: tuple[int, ...]
+    place: tuple[int, ...]
     prompt_tokens: int
     encoder_tokens: int
     blocks: tuple[int, int]
@@ -49,11 +51,12 @@ class Request:
     parent: "Request | None" = None
     samples: list["Request"] = dataclasses.field(default_factory=list)
     num_sampled: int = 0
+    passes_left: int = MOST_PASSES
 
-    def sample(self, name: Hashable, age: tuple[int, ...]) -> "Request":
+    def sample(self, name: Hashable, place: tuple[int, ...]) -> "Request":
         """Returns another request of the same prompt."""
         sizes = self.prompt_tokens, self.encoder_tokens, self.blocks
-        return Request(name, age, *sizes, self.salt, self.extra_keys, self.boundaries)
+        return Request(name, place, *sizes, self.salt, self.extra_keys, self.boundaries)
 
 
 class RequestTable:
@@ -164,7 +167,7 @@ def find(of: Mapping[Hashable, Request], name: Hashable) -> Request:
 
 
 class Running(NamedTuple):
-    """N running requests, oldest first, and their token counts, int64[N] each."""
+    """N running requests, first in line first, and their token counts, int64[N] each."""
 
     index: np.ndarray  # in the `RequestTable`
     rows: np.ndarray

@@ -7,6 +7,7 @@ import numpy as np
 from jaxkv._src.blocks import BlockManager, ExportedBlocks, OutOfBlocksError
 from jaxkv._src.internal.checks import (
     check_at_most,
+    check_int,
     check_kind,
     check_left_out,
     check_new_names,
@@ -47,11 +48,15 @@ class Scheduler(Unique):
                 else:
                     scheduler.finish(name)
 
-    Requests get blocks in the order of their arrival. When blocks run out, the youngest request
-    that got none in this step is preempted: it gives back all of its blocks, and waits ahead of
-    requests that arrived later. With host memory, it goes on where it was if its blocks are still
-    there (`BlockManager.swap_out`); otherwise it is computed again. The same calls give the same
-    schedules.
+    Requests get blocks in line: by priority, then in the order of their arrival. When blocks run
+    out, the last request in line that got none in this step is preempted: it gives back all of its
+    blocks, and waits where it was in line. With host memory, it goes on where it was if its blocks
+    are still there (`BlockManager.swap_out`); otherwise it is computed again.
+
+    A request that does not fit holds up nobody at once: 16 others that fit may start before it,
+    and then none that is behind it in line. None passes one that ran before, or that forks. So
+    each starts in the end, unless requests of a lower number keep coming. The same calls give the
+    same schedules.
 
     The scheduler owns the manager: call only its ``step``, its methods that change no request, and
     `restart` after `BlockManager.reset`. It cannot see new weights: call `BlockManager.new_epoch`
@@ -132,12 +137,12 @@ class Scheduler(Unique):
 
     @property
     def running(self) -> tuple[Hashable, ...]:
-        """Requests that have a row, oldest first."""
+        """Requests that have a row, in line."""
         return tuple([request.name for request in self._queues.running])
 
     @property
     def waiting(self) -> tuple[Hashable, ...]:
-        """Requests that have no row, in the order in which they will be admitted."""
+        """Requests that have no row, in line."""
         return tuple(self._queues.waiting_names)
 
     @property
@@ -239,6 +244,7 @@ class Scheduler(Unique):
         *,
         samples: int = 1,
         max_tokens: int | None = None,
+        priority: int = 0,
         encoder_tokens: int | None = None,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
@@ -255,6 +261,7 @@ class Scheduler(Unique):
             other computes the prompt once it gets a row, as far as the cache has lost it.
           max_tokens: the most tokens that it will have, the prompt's included; None: the
             plan's ``max_model_len``.
+          priority: any int; lower ones come first, and those of one number as they arrive.
           encoder_tokens: as for `BlockManager.start`.
           salt, extra_keys, boundaries: as for `BlockManager.start`; they need ``tokens``.
 
@@ -266,6 +273,7 @@ class Scheduler(Unique):
         self._change()
         longest = self._plan.max_model_len if max_tokens is None else max_tokens
         check_positive(samples=samples)
+        check_int(priority=priority)
         check_at_most(MAX_SAMPLES, samples=samples)
         if samples > 1:
             self._check_forks()
@@ -273,14 +281,14 @@ class Scheduler(Unique):
         encoder_tokens = checked_encoder_tokens(self._plan, encoder_tokens)
         names = [request, *((request, sample) for sample in range(1, samples))]
         check_new_names(names, self._queues.by_name)
-        prompt = salt, extra_keys, boundaries
+        prompt = salt, extra_keys, boundaries, priority
         parent = self._create(request, num_tokens, longest, encoder_tokens, *prompt)
         ids = [self._prompts.first_ids(name, num_tokens, is_new=True) for name in names]
-        others = [parent.sample(name, self._queues.next_age(parent.age)) for name in names[1:]]
+        others = [parent.sample(name, self._queues.next_place(parent.place)) for name in names[1:]]
         for one, of_one in zip([parent, *others], ids, strict=True):
             one.ids = of_one
             self._table.add(one, num_tokens, longest)
-        self._queues.waiting.append(parent)  # the youngest of all
+        self._queues.enter(parent)
         self._queues.hold(parent, others)
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
@@ -315,7 +323,7 @@ class Scheduler(Unique):
             self._prompts.first_ids(name, computed, is_new=False)
         awaits_copy = self._manager.pending_copies_by_row[donor.row]
         for name in into:
-            sample = donor.sample(name, queues.next_age(donor.age))
+            sample = donor.sample(name, queues.next_place(donor.place))
             table.add(sample, computed, table.max_tokens.item(donor.index))
             # A step that was chosen takes no copy of a block that is shared only now.
             is_late = self._chooser.is_chosen(donor) or awaits_copy
@@ -507,7 +515,7 @@ class Scheduler(Unique):
         self._queues.remove(known)
 
     def restart(self) -> None:
-        """Computes all requests again, in the order of their arrival.
+        """Computes all requests again, the first in line first.
 
         Call it after `BlockManager.reset`, because the blocks are gone, or for new weights after
         `BlockManager.new_epoch`. After both it may be called in any state, that of an interrupted
@@ -515,7 +523,7 @@ class Scheduler(Unique):
         are forgotten, because the steps that sample them may not have run, and schedules so far
         are to be neither carried out nor answered.
         """
-        for request in reversed(self._queues.by_age):
+        for request in reversed(self._queues.in_line):
             if request.name in self._manager.requests:
                 self._prompts.finish(request)
         self._queues.restart()
@@ -574,8 +582,9 @@ class Scheduler(Unique):
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
         boundaries: Sequence[int],
+        priority: int = 0,
     ) -> Request:
-        """Returns a new request, the youngest of all, which neither waits nor runs yet."""
+        """Returns a new request, the last of its priority, which neither waits nor runs yet."""
         check_content(salt, extra_keys)
         if self._options.tokens is None:
             remedy = "pass tokens= when you make the Scheduler"
@@ -583,10 +592,10 @@ class Scheduler(Unique):
         keys = tuple(extra_keys)
         check_ranges(keys, num_tokens)
         check_boundaries(boundaries, num_tokens)
-        steady, age = self._plan.steady_blocks(longest), self._queues.next_age()
+        steady, place = self._plan.steady_blocks(longest), self._queues.next_place((priority,))
         blocks = steady, self._plan.admission_blocks(longest) - steady
         prompt = salt, keys, tuple(boundaries)
-        return Request(request, age, num_tokens, encoder_tokens, blocks, *prompt)
+        return Request(request, place, num_tokens, encoder_tokens, blocks, *prompt)
 
     # --- checks -------------------------------------------------------------------
 
