@@ -1,7 +1,6 @@
-"""Configures the site: a page for each public module, and the guides. ``make docs`` builds it."""
+"""Configures the site: a page for each public name, and the guides. ``make docs`` builds it."""
 
 import importlib
-import inspect
 import os
 import pathlib
 import re
@@ -33,7 +32,6 @@ default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
-autodoc_default_options = {"members": True}
 autoclass_content = "both"  # constructors document their arguments
 autosummary_ignore_module_all = False
 napoleon_use_rtype = False
@@ -50,6 +48,8 @@ def adapt_docstring(app, what, name, obj, options, lines: list[str]) -> None:
     """Makes a list of the lines ``name: text`` with which classes describe their attributes."""
     if what == "data" and getattr(obj, "__doc__", None) == type(obj).__doc__:
         lines.clear()  # that of dict, say
+    if what in ("property", "attribute") and lines:
+        lines[:1] = lines[0].replace(": ", ":\n", 1).split("\n")  # before a colon is no type
     lines[:] = [line for line in lines if not line.startswith("Create new instance of ")]
     for i, line in enumerate(lines):
         lines[i] = line = STAR.sub(r"\\*", line) if "::" not in line and "=" not in line else line
@@ -62,19 +62,11 @@ def skip_member(app, what, name, obj, skip, options) -> bool | None:
     return True if (obj.__doc__ or "").startswith("Alias for field number") else None
 
 
-def constants(module: str) -> list[str]:
-    """Returns the names of a module's constants, which automodule leaves out if imported."""
-    found = importlib.import_module(module)
-    values = {name: getattr(found, name) for name in found.__all__}
-    return [
-        name
-        for name, value in values.items()
-        if not (inspect.isclass(value) or inspect.isroutine(inspect.unwrap(value)))
-    ]
-
-
 LISTED = re.findall(r"^   (\w[\w.]+)$", (HERE / "reference.rst").read_text(), re.M)
-autosummary_context = {"constants": {module: constants(module) for module in LISTED}}
+autosummary_context = {
+    "public": {module: sorted(importlib.import_module(module).__all__) for module in LISTED},
+    "foreign": "tuple, dict, int, object, BaseException, Exception, Mapping, Flag",
+}
 
 
 def adapt_links(app, page: str, source: list[str]) -> None:
