@@ -188,6 +188,7 @@ def of_host(s: Served) -> Iterator[Call]:
     del (shape := SIZES | numbers | {"reproducible": False})["max_requests"]
     yield s.scheduler.shape, {n: v for n, v in shape.items() if n not in ("forks", "cached_tokens")}
     asked = {"num_tokens": 5, "samples": 1, "max_tokens": 9, "encoder_tokens": 0, "salt": None}
+    asked |= {"priority": 1}
     yield s.scheduler.add, {"request": "new"} | asked | {"extra_keys": (), "boundaries": ()}
     yield s.scheduler.append, {"num_tokens": {}}
     yield s.scheduler.rewind, {"num_tokens": {}}
