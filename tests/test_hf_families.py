@@ -391,6 +391,7 @@ ALIASES = {
     **dict.fromkeys(["phi3_v", "phi4mm"], "phi3"),
     "hunyuan": "hunyuan_v1_moe",
     "pangu_ultra_moe": "kimi_k2",
+    "minimax_m3_text": "minimax_m3_vl_text",
 }
 BY_PRESET = {  # in test_hf_config.py
     *("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
@@ -401,6 +402,7 @@ BY_PRESET = {  # in test_hf_config.py
 def test_every_type_that_is_read_is_checked_by_one_of_the_tables() -> None:
     checked = {inner for row in DEFAULTS.values() for inner in types_in(row["config"])}
     checked |= {inner for config in PUBLISHED.values() for inner in types_in(config)}
+    checked |= {inner for row in RAW.values() for inner in types_in(row["config"])}
     assert set(FAMILIES) - checked == {*ALIASES, *BY_PRESET}
     for alias, other in ALIASES.items():
         assert FAMILIES[alias] is FAMILIES[other] and other in checked
@@ -430,12 +432,8 @@ HELD = {
     **dict.fromkeys(["NVLM_D", "ovis2"], "qwen2"),
     **dict.fromkeys(["minicpm_ocr", "minicpmv4_6", "minicpmv4_7"], "qwen3_5_text"),
     **{"NemotronH_Nano_VL_V2": "nemotron_h", "kimi_vl": "deepseek_v3"},
-    **{"ernie4_5_moe_vl": "ernie4_5_vl_moe_text", "inkling_mm_model": "inkling_text"},
-    **{"minimax_m3_vl": "minimax_m3_vl_text", "mistral_large4": "mistral_large4_text"},
-    **{
-        name: f"{name}_text"
-        for name in "diffusion_gemma dots3_note glm5_next inkling2 qwen4_exp unlimited_ocr".split()
-    },
+    **{"ernie4_5_moe_vl": "ernie4_5_vl_moe_text", "bailing_moe_v3_vl": "bailing_hybrid"},
+    **{name: f"{name}_text" for name in "diffusion_gemma minimax_m3 unlimited_ocr".split()},
 }
 
 
@@ -690,7 +688,13 @@ def without(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def layers_of(config: dict[str, Any]) -> dict[str, Any]:
-    return layers_from_config(config, kv_dtype="bfloat16")
+    return layers_from_config(config, **fp8_or_bf16(config))
+
+
+def fp8_or_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the dtype of keys that every family takes, but for one that keeps fp8 only."""
+    is_v4 = str(config["model_type"]).startswith("deepseek_v4")
+    return {} if is_v4 else {"kv_dtype": "bf16"}
 
 
 def test_a_dtype_is_read_under_either_of_its_names() -> None:
@@ -789,7 +793,7 @@ def test_options_change_bytes_and_never_which_layers_there_are() -> None:
     """Drafts and resumable states only add bytes; two ranks hold all bytes between them."""
     undivided = 0
     for config in every_config():
-        dtype = {} if config["model_type"] == "deepseek_v4" else {"kv_dtype": "bf16"}
+        dtype = fp8_or_bf16(config)
         plain = layers_from_config(config, **dtype)
         drafts = layers_from_config(config, **dtype, speculative_tokens=2, state_cache_mode="align")
         assert {n: type(s) for n, s in drafts.items()} == {n: type(s) for n, s in plain.items()}

@@ -112,11 +112,11 @@ def latent_attention(reader: ConfigReader, options: Options) -> MLASpec:
     read, so their own widths do not matter.
     """
     reader.ignore("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim")
-    reader.ignore("qk_head_dim")
+    reader.ignore("qk_head_dim", "q_head_dim")
     _check_query_heads(reader, options, kv_heads=1)
     return MLASpec(
         block_size=options.block_size or MLA_BLOCK,
-        head_size=reader.number("kv_lora_rank") + reader.number("qk_rope_head_dim"),
+        head_size=reader.number("kv_lora_rank") + reader.count("qk_rope_head_dim"),
         value_size=reader.number("kv_lora_rank"),
         dtype=reader.kv_dtype(options.kv_dtype),
     )

@@ -104,6 +104,32 @@ def minimax_m2(reader: ConfigReader, options: Options) -> Layers:
     return dense(reader, options, attention=given)
 
 
+def dory(reader: ConfigReader, options: Options) -> Layers:
+    """Dory: full layers and windows between feed-forward ones, some of which run several times.
+
+    vllm/model_executor/models/dory.py: each of the ``n_recurrent_loops`` passes through the
+    ``n_recurrent_layers`` has a cache of its own, named like a layer behind the last one, unless
+    ``recurrent_kv_cache_mode`` is "last_loop".
+    """
+    count = reader.layer_count()
+    kinds = reader.layer_kinds({FULL: FULL, SLIDING: SLIDING, "mlp": "mlp"})
+    once = attention_layers(reader, options, [k if k != "mlp" else FULL for k in kinds], given)
+    layers = {name: s for (name, s), k in zip(once.items(), kinds, strict=True) if k != "mlp"}
+    first, last = reader.count("n_input_layers", 0), count - reader.count("n_output_layers", 0)
+    last = first + reader.count("n_recurrent_layers", last - first)
+    loops = reader.number("n_recurrent_loops", default=1)
+    if reader.expect("recurrent_kv_cache_mode", "per_loop", "last_loop") == "last_loop":
+        loops = 1
+    for loop in range(1, min(loops, MAX_LOOPS)):
+        for i in range(first, min(last, count)):
+            if kinds[i] != "mlp":
+                layers[f"layers.{loop * count + i}.{kinds[i]}"] = layers[f"layers.{i}.{kinds[i]}"]
+    return layers
+
+
+MAX_LOOPS = 100
+
+
 def step3p5(reader: ConfigReader, options: Options) -> Layers:
     """Step 3.5 and 3.7: windows and full layers, which may differ in query heads, but not in KV.
 

@@ -6,10 +6,13 @@ from typing import Any
 
 from jaxkv._src.hf_config import (
     _convolutions,
+    _deepseek_v41,
     _dense,
     _encoder_decoder,
     _gemma,
     _heads,
+    _indexed,
+    _inkling,
     _linear,
     _mamba,
     _mla,
@@ -77,8 +80,8 @@ DENSE: Mapping[str, Family] = {
     "llama": _dense_family(same=HEADS, inner={**SEVEN_BILLION, "max_position_embeddings": 2048}),
     **_each(
         """
-        Yi apertus arcee aria_text baichuan cohere deepseek_ocr2_text diffllama flex_olmo
-        granite granite4_vision_text granitemoe granitemoeshared hyperclovax internlm
+        Yi apertus apertus1p5_text arcee aria_text baichuan cohere deepseek_ocr2_text diffllama
+        flex_olmo granite granite4_vision_text granitemoe granitemoeshared hyperclovax internlm
         internlm2 jais2 minicpm nanochat nemotron olmo olmo2 olmoe orion phi solar xverse
         """,
         _dense_family(same=HEADS),
@@ -103,7 +106,7 @@ DENSE: Mapping[str, Family] = {
     **_each(
         """
         cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 iquestcoder molmo2_text
-        paddleocr_vl_text seed_oss solar_open
+        paddleocr_vl_text sarvam_moe seed_oss solar_open
         """,
         _dense_family(attention=_dense.given),
     ),
@@ -170,6 +173,19 @@ DENSE: Mapping[str, Family] = {
             "moe_num_experts": "n_routed_experts",
         },
     ),
+    "dory": Family(read=_dense.dory),
+    **_each("minimax_m3_text minimax_m3_vl_text", Family(read=_indexed.minimax_m3)),
+    **_each(
+        "inkling_text inkling2_text",
+        Family(
+            read=_inkling.inkling,
+            names={
+                "sliding_window": "sliding_window_size",
+                "sconv_kernel_size": "conv_kernel_size",
+                "model_max_length": "max_position_embeddings",
+            },
+        ),
+    ),
     "mimo_v2_flash": Family(read=_heads.mimo_v2),
     # Heads that other fields describe.
     **_each(
@@ -220,7 +236,7 @@ DENSE: Mapping[str, Family] = {
 LATENT: Mapping[str, Family] = {
     **_each(
         """
-        axk1 deepseek_v3 kimi_k2 glm4_moe_lite minicpm3 mistral4 pangu_ultra_moe youtu
+        axk1 deepseek_v3 kimi_k2 glm4_moe_lite minicpm3 mistral4 pangu_ultra_moe sarvam_mla youtu
         """,
         Family(read=_mla.deepseek_v3),
     ),
@@ -228,10 +244,15 @@ LATENT: Mapping[str, Family] = {
     "longcat_flash": Family(read=_mla.longcat),
     **_each("deepseek_v32 glm_moe_dsa", Family(read=_mla.deepseek_v32)),
     "deepseek_v4": Family(read=_mla.deepseek_v4),
+    "deepseek_v41_text": Family(read=_deepseek_v41.deepseek_v41),
+    **_each("axk2 hy_v4 hy_v4_vl_text mistral_large4_text", Family(read=_indexed.indexed_latents)),
+    "dots3_note_text": Family(read=_indexed.dots3),
 }
 STATES: Mapping[str, Family] = {
     **_each("qwen3_next qwen3_5_text qwen3_5_moe_text", Family(read=_linear.qwen3_next)),
     "olmo_hybrid": Family(read=_linear.qwen3_next, same=HEADS),
+    "glm5_next_text": Family(read=_indexed.glm5_next),
+    "qwen4_exp_text": Family(read=_indexed.qwen4_exp),
     "kimi_linear": Family(read=_linear.kimi_linear),
     "bailing_hybrid": Family(read=_linear.bailing_hybrid),
     **_each("minimax_text_01 minimax_m1 minimax", Family(read=_linear.minimax)),

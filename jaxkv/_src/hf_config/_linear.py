@@ -29,6 +29,15 @@ def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
     ``mamba_ssm_dtype`` is the dtype of the matrices. Without that field, Qwen3-Next keeps them
     in the model's dtype; Qwen3.5 must name it.
     """
+    delta_net = qwen3_next_state(reader, options)
+    width = head_size(reader) if reader.model_type == "olmo_hybrid" else None
+    attention = full_attention(reader, options, width=width)
+    layers = [(kind,) for kind in _qwen3_next_kinds(reader)]
+    return name_layers(layers, {FULL: attention, LINEAR: delta_net})
+
+
+def qwen3_next_state(reader: ConfigReader, options: Options) -> StateSpec:
+    """Returns the spec of a gated delta net from its usual fields."""
     shapes = gated_delta_net_state(
         num_key_heads=reader.number("linear_num_key_heads"),
         num_value_heads=reader.number("linear_num_value_heads"),
@@ -40,11 +49,7 @@ def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
     )
     default = None if reader.model_type.startswith("qwen3_5") else reader.dtype()
     matrix_dtype = reader.state_dtype("mamba_ssm_dtype", default)
-    delta_net = state(shapes, (reader.dtype(), matrix_dtype), options)
-    width = head_size(reader) if reader.model_type == "olmo_hybrid" else None
-    attention = full_attention(reader, options, width=width)
-    layers = [(kind,) for kind in _qwen3_next_kinds(reader)]
-    return name_layers(layers, {FULL: attention, LINEAR: delta_net})
+    return state(shapes, (reader.dtype(), matrix_dtype), options)
 
 
 def _qwen3_next_kinds(reader: ConfigReader) -> list[str]:
@@ -72,10 +77,12 @@ def kimi_linear(reader: ConfigReader, options: Options) -> Layers:
         if reader.value("layer_types") is None:
             raise reader.lacks("linear_attn_config")
         kinds = reader.layer_kinds({FULL: MLA, LINEAR: LINEAR})
-        delta = _delta(reader, options, "linear_num_heads", "linear_head_dim", CONV)
+        delta = delta_attention(reader, options, "linear_num_heads", "linear_head_dim", CONV)
     else:
         linear = reader.inner("linear_attn_config")
-        delta = _delta(linear, options, "num_heads", "head_dim", "short_conv_kernel_size", reader)
+        delta = delta_attention(
+            linear, options, "num_heads", "head_dim", "short_conv_kernel_size", reader
+        )
         kinds = _listed_kinds(reader, linear)
         linear.check_all_read()
     specs = {MLA: latent_attention(reader, options), LINEAR: delta}
@@ -93,7 +100,7 @@ def _listed_kinds(reader: ConfigReader, linear: ConfigReader) -> list[str]:
     return [MLA if i in full else LINEAR for i in layers]
 
 
-def _delta(
+def delta_attention(
     reader: ConfigReader,
     options: Options,
     heads: str,
@@ -137,7 +144,7 @@ def bailing_hybrid(reader: ConfigReader, options: Options) -> Layers:
     else:
         conv = CONV if reader.has(CONV) else "short_conv_kernel_size"
         reader.expect("short_conv_kernel_size", reader.number(conv))
-        linear = _delta(reader, options, heads, width, conv)
+        linear = delta_attention(reader, options, heads, width, conv)
     specs = {MLA: latent_attention(reader, options), LINEAR: linear}
     return name_layers([(kind,) for kind in kinds], specs)
 

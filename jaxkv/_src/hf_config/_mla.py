@@ -59,19 +59,20 @@ def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
     ``512 + 16 + 128 = 656`` bytes, unless ``kv_dtype`` is bfloat16. An indexer key is fp8 with a
     scale, ``128 + 4 = 132`` bytes.
     """
-    layers = [(MLA, INDEXER) if own else (MLA,) for own in _own_indexers(reader)]
-    specs = {MLA: _latent_vectors(reader, options), INDEXER: _indexer(reader, options)}
+    count = reader.layer_count()
+    reader.layer_kinds({"indexed_attention": MLA}, ["indexed_attention"] * count)
+    layers = [(MLA, INDEXER) if own else (MLA,) for own in own_indexers(reader)]
+    specs = {MLA: latent_vectors(reader, options, FP8), INDEXER: index_keys(reader, options)}
     return name_layers(layers, specs)
 
 
-def _own_indexers(reader: ConfigReader) -> list[bool]:
+def own_indexers(reader: ConfigReader) -> list[bool]:
     """Returns, per layer, whether it has an indexer; the others reuse an earlier one's picks.
 
     ``indexer_types`` has an entry per layer, ``index_topk_pattern`` a letter per layer, and
     ``index_topk_freq`` is a period that begins at ``index_skip_topk_offset``.
     """
     count = reader.layer_count()
-    reader.layer_kinds({"indexed_attention": MLA}, ["indexed_attention"] * count)
     period = reader.number("index_topk_freq", default=1)
     offset = reader.count("index_skip_topk_offset", 2)
     own = [max(i - offset + 1, 0) % period == 0 for i in range(count)]
@@ -87,18 +88,23 @@ def _own_indexers(reader: ConfigReader) -> list[bool]:
     return [kind == INDEXER for kind in kinds]
 
 
-def _latent_vectors(reader: ConfigReader, options: Options) -> MLASpec:
-    asked = canonical_dtype(options.kv_dtype or FP8)
+def latent_vectors(reader: ConfigReader, options: Options, default: str) -> MLASpec:
+    """Returns the spec of latents: plain ones in bfloat16, packed ones in fp8.
+
+    Args:
+      default: dtype where ``kv_dtype`` is not given.
+    """
+    asked = canonical_dtype(options.kv_dtype or default)
     if asked == "bfloat16":
         return latent_attention(reader, options)
-    _check_fp8(reader, options)
-    latent, rotary = reader.number("kv_lora_rank"), reader.number("qk_rope_head_dim")
+    check_fp8(reader, options)
+    latent, rotary = reader.number("kv_lora_rank"), reader.count("qk_rope_head_dim")
     row = latent + _scale_bytes(latent) + 2 * rotary
     plain = latent_attention(reader, dataclasses.replace(options, kv_dtype="uint8"))
     return dataclasses.replace(plain, bytes_per_token=row)
 
 
-def _indexer(reader: ConfigReader, options: Options, **changes: int) -> MLASpec:
+def index_keys(reader: ConfigReader, options: Options, **changes: int) -> MLASpec:
     reader.ignore("index_topk", "index_n_heads")
     width = reader.number("index_head_dim")
     return MLASpec(
@@ -113,7 +119,8 @@ def _scale_bytes(elements: int) -> int:
     return -(-elements // SCALE_GROUP) * SCALE_BYTES
 
 
-def _check_fp8(reader: ConfigReader, options: Options) -> None:
+def check_fp8(reader: ConfigReader, options: Options) -> None:
+    """Raises ValueError for another dtype of keys than fp8."""
     if canonical_dtype(options.kv_dtype or FP8) != FP8:
         raise ValueError(
             f"kv_dtype={options.kv_dtype!r} is not understood for "
@@ -129,18 +136,23 @@ def deepseek_v4(reader: ConfigReader, options: Options) -> Layers:
     keys and weights of the tokens that it has not folded yet: ``2 * width`` values per token, and
     twice as many at ratio 4, because its windows overlap.
     """
-    _check_fp8(reader, options)
+    check_fp8(reader, options)
     reader.ignore("num_key_value_heads", "qk_rope_head_dim")
-    if reader.number("head_dim") != 512 or reader.value("qk_rope_head_dim", 64) != 64:
-        name = "head_dim" if reader.number("head_dim") != 512 else "qk_rope_head_dim"
-        raise reader.refusal(
-            name, f"vectors of {V4_VECTOR_BYTES} bytes are 512 wide, 64 of it rotary"
-        )
+    check_v4_widths(reader)
     by_ratio = {ratio: _v4_layer(reader, options, ratio) for ratio in (0, 4, 128)}
     layers: Layers = {}
     for i, ratio in enumerate(_v4_ratios(reader)):
         layers |= {f"layers.{i}.{kind}": spec for kind, spec in by_ratio[ratio].items()}
     return layers
+
+
+def check_v4_widths(reader: ConfigReader) -> None:
+    """Raises ValueError unless vectors have the widths that their bytes are for."""
+    if reader.number("head_dim") != 512 or reader.value("qk_rope_head_dim", 64) != 64:
+        name = "head_dim" if reader.number("head_dim") != 512 else "qk_rope_head_dim"
+        raise reader.refusal(
+            name, f"vectors of {V4_VECTOR_BYTES} bytes are 512 wide, 64 of it rotary"
+        )
 
 
 def _v4_ratios(reader: ConfigReader) -> list[int]:
@@ -172,7 +184,7 @@ def _v4_layer(reader: ConfigReader, options: Options, ratio: int) -> Mapping[str
     main = MLASpec(bytes_per_token=V4_VECTOR_BYTES, **shape, **rows, **aligned)
     layer = {MLA: main, COMPRESSOR: _compressor(reader.number("head_dim"), ratio)}
     if ratio == 4:
-        layer[INDEXER] = _indexer(reader, options, **shape, **aligned)
+        layer[INDEXER] = index_keys(reader, options, **shape, **aligned)
         layer[INDEXER_COMPRESSOR] = _compressor(reader.number("index_head_dim"), ratio)
     return layer | {SLIDING_MLA: window}
 

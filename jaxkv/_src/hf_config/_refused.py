@@ -5,7 +5,6 @@ CODES = "its positions are audio codes of several tokens each, next to codes of 
 FRAMES = "its encoder reads audio frames, and its configuration does not name their number"
 OTHER_ENCODER = "it combines two models, and its cache depends on the other one"
 OWN_STATE = "its recurrent state has a form that no layer spec describes"
-SPARSE = "its sparse attention keeps index keys whose stored form its makers have not published"
 DRAFT = "it drafts for another model and reads that model's cache"
 IMAGES = "its layers attend to an encoder of images or molecules in a form of their own"
 
@@ -33,9 +32,7 @@ REFUSED = {
         FRAMES,
     ),
     **_all("trocr encoder-decoder speech-encoder-decoder vision-encoder-decoder", OTHER_ENCODER),
-    **_all("rwkv xlstm zaya inkling_text inkling2_text qwen4_exp_text", OWN_STATE),
-    **_all("axk2 hy_v4 minimax_m3_vl_text mistral_large4_text glm5_next_text", SPARSE),
-    "dots3_note_text": "its layers keep latent vectors of several forms",
+    **_all("rwkv xlstm zaya", OWN_STATE),
     **_all("gemma4_assistant gemma4_unified_assistant muse_glimmer_assistant", DRAFT),
     **_all("blip evolla florence2 idefics pix2struct pp_formulanet udop", IMAGES),
     **_all("t5gemma t5gemma2", "its decoder attends to itself and to its encoder at once"),

@@ -13,14 +13,16 @@ NOT_TEXT = (
 
 # Wrappers of a language model whose model type is theirs and "_text", where a file names none.
 TEXT = """
-    aria cohere_compass cosmos3_edge deepseek_ocr2 diffusion_gemma dots3_note
-    ernie4_5_vl_moe gemma3 gemma3n gemma4 gemma4_unified glm4v glm4v_moe glm5_next glm_ocr
-    granite4_vision granite_docling hunyuan_vl inkling2 llama4 minimax_m3_vl mistral_large4
-    molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni qwen2_5_vl qwen2_vl qwen3_5
-    qwen3_5_moe qwen3_omni_moe qwen3_vl qwen3_vl_moe qwen4_exp unlimited_ocr
+    apertus1p5 aria cohere_compass cosmos3_edge deepseek_ocr2 deepseek_v41 diffusion_gemma
+    dots3_note ernie4_5_vl_moe gemma3 gemma3n gemma4 gemma4_unified glm4v glm4v_moe glm5_next
+    glm_ocr granite4_vision granite_docling hunyuan_vl hy_v4_vl inkling2 llama4 minimax_m3
+    minimax_m3_vl mistral_large4 molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni
+    qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe qwen3_vl qwen3_vl_moe qwen4_exp
+    unlimited_ocr
 """
 # Model type of a language model -> its other wrappers, where a file names none or is flat.
 WRAPPED = {
+    "bailing_hybrid": "bailing_moe_v3_vl",
     "cohere2": "aya_vision cohere2_vision",
     "deepseek_v2": "deepseek_vl_v2",
     "deepseek_v3": "kimi_k25 kimi_vl",
