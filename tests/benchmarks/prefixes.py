@@ -1,4 +1,4 @@
-"""Prefix caching: its time on the host, and RL samples that share their prompt.
+"""Prefix caching: its time on the host.
 
 Requests with and without token ids are timed in turns. vLLM's side hashes the
 prompt, looks it up and allocates its blocks, with its prefix cache and without; it hashes by
@@ -15,7 +15,6 @@ import numpy as np
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan
 from jaxkv._src.uploads import StepShape
-from tests.benchmarks import rollouts
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 from tests.benchmarks.workload import (
@@ -59,7 +58,6 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.title(f"A decode step of {requests} requests: added by prefix caching, us")
     for name in names:
         _decode(report, name, requests)
-    rollouts.run(report)
 
 
 # --- the life of a prompt -------------------------------------------------------------

@@ -12,32 +12,26 @@ slots and positions as int64. "async" is the host's share, "synced" waits for th
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 import jaxkv
-from jaxkv._src.planning import plan_cache
-from jaxkv._src.uploads import StepShape, Upload
 from tests.benchmarks import timing
-from tests.benchmarks.servers import PARTS, Case, Server, VllmServer, apply_step
+from tests.benchmarks.servers import PARTS, Case, Server, VllmServer
 from tests.benchmarks.timing import (
     ON_GPU,
     Report,
     Subject,
     Times,
-    added,
     by_size,
-    make_matrix,
     measure,
     measure_in_turns,
     medians,
-    work,
 )
 from tests.benchmarks.vllm_peer import VllmPeer
-from tests.benchmarks.workload import BLOCK_SIZE, FULL, MAX_MODEL_LEN, WINDOW, make_plan
+from tests.benchmarks.workload import BLOCK_SIZE
 
 
 def cases() -> tuple[Case, ...]:
@@ -68,16 +62,6 @@ def run(report: Report, peer: VllmPeer | None) -> None:
             report.add(case.name, "vLLM", times, base=ours)
     requests = by_size(full=256, small=64, smallest=4)
     _time_jax(report, requests)
-    if not timing.every_case:
-        report.note("left out: other cases, buffers and large tables; --all times them, too")
-        return
-    report.title("The same work inside a caller's jitted step, which has an upload anyway")
-    for groups in by_size(full=(1, 4), small=(1,), smallest=(1,)):
-        _time_added(report, Server(Case(requests, groups)))
-    _time_buffers(report, by_size(full=80, small=80, smallest=3), requests)
-    small = ((256, 1024, 1), (1024, 8192, 4))
-    large = (*small, (4096, 8192, 8), (4096, 65536, 8))
-    _time_large(report, by_size(full=large, small=small, smallest=((8, 64, 2),)), requests)
 
 
 # --- timing -----------------------------------------------------------------------------
@@ -169,87 +153,3 @@ def time_nothing(server: Server) -> Times:
         return out
 
     return measure(call)
-
-
-# --- what else a step costs -----------------------------------------------------------------
-
-
-def _decodes(manager: jaxkv.BlockManager, shape: StepShape) -> Iterator[Upload]:
-    """Starts as many requests as a step of the shape has; yields uploads that decode them."""
-    for name in range(shape.batch_size):
-        manager.start(name)
-    while True:
-        yield manager.step(shape, dict.fromkeys(range(shape.batch_size), 1))
-
-
-def _time_uploads(cache: jaxkv.KVCache, uploads: Iterator[Upload]) -> Times:
-    def call():
-        nonlocal cache
-        cache, inputs = apply_step(cache, next(uploads))
-        return inputs
-
-    times = measure(call)
-    jaxkv.check_errors(cache)
-    return times
-
-
-def _time_buffers(report: Report, layers: int, requests: int) -> None:
-    """Times a pool of one stacked buffer, and one of a buffer a layer."""
-    report.title(f"{requests} decodes by the buffers of a pool of {layers} layers, uploads at hand")
-    plan = plan_cache(
-        {f"layers.{i}": FULL for i in range(layers)},
-        2**50,
-        max_model_len=MAX_MODEL_LEN,
-        num_blocks_override=40 * requests + MAX_MODEL_LEN // BLOCK_SIZE,
-    )
-    shape = StepShape.for_plan(plan, max_requests=requests, max_tokens=requests)
-    for stacked in (True, False):
-        cache = jaxkv.make_cache(plan, max_requests=requests, stacked=stacked)
-        manager = jaxkv.BlockManager(plan, max_requests=requests)
-        uploads = iter(list(itertools.islice(_decodes(manager, shape), 400)))
-        name = f"{len(cache.buffers)} buffers"
-        report.add(name, "jaxkv", _time_uploads(cache, uploads))
-
-
-def _time_large(report: Report, sizes: tuple[tuple[int, int, int], ...], requests: int) -> None:
-    """Times tables of many rows and blocks; a step sees few of them."""
-    report.title(f"Tables of any size: a decode step of {requests} requests")
-    for rows, blocks, groups in sizes:
-        specs = (FULL, *[WINDOW] * (groups - 1))
-        plan = make_plan(specs, requests, max_model_len=blocks * BLOCK_SIZE)
-        cache = jaxkv.make_cache(plan, max_requests=rows, tables_only=True)
-        manager = jaxkv.BlockManager(plan, max_requests=rows)
-        shape = StepShape.for_plan(
-            plan, max_requests=rows, max_tokens=requests, max_seq_len=MAX_MODEL_LEN
-        )
-        times = _time_uploads(cache, _decodes(manager, shape))
-        report.add(f"{rows} rows x {blocks} blocks x {groups}", "jaxkv", times)
-
-
-def _time_added(report: Report, server: Server) -> None:
-    """Times a jitted step of a caller's own with and without the table work in it.
-
-    The caller's upload has the same size either way.
-    """
-    idle = server.shape.idle()
-
-    def step(cache, matrix, upload, with_tables):
-        seen = upload.data.sum()  # the caller's own use of its upload
-        if with_tables:
-            cache, seen = jaxkv.apply_step(cache, upload)
-        return cache, work(matrix), seen
-
-    found: dict[bool, Times] = {}
-    for with_tables in (False, True):
-        jitted = jax.jit(functools.partial(step, with_tables=with_tables), donate_argnums=(0, 1))
-        state = server.cache, make_matrix()
-
-        def call(jitted=jitted):
-            nonlocal state
-            *state, seen = jitted(*state, Upload(data=idle.data.copy(), shape=idle.shape))
-            return seen
-
-        name = "with table work" if with_tables else "without"
-        found[with_tables] = report.add(server.case.name, name, measure(call))
-        server.cache = state[0]
-    report.note(f"added: {added(found[True], found[False])}")
