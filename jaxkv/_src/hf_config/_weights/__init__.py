@@ -24,9 +24,11 @@ from jaxkv._src.hf_config._weights._stages import (
 )
 from jaxkv._src.hf_config._weights._towers import towers
 from jaxkv._src.hf_config._weights._traits import (
+    ASSUMED,
     ENCODER_DECODERS,
     WITHOUT_FEED_FORWARD,
     Traits,
+    hyper_connections,
     nemotron_kinds,
     per_layer_embeddings,
     traits_of,
@@ -38,6 +40,7 @@ from jaxkv._src.specs import SharedKVSpec, canonical_dtype, packed_bytes
 
 __all__ = ["Weights", "count_weights", "layers_per_stage", "num_layers"]
 
+TABLE = Scheme("fp8", 8, group=32, scale_bits=8)
 LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
@@ -55,9 +58,12 @@ def count_weights(config: Mapping[str, object], *, drafts: bool = False) -> Weig
     reader, _ = open_config(config)
     inner = reader.fields.get("ffn_config")  # DBRX
     nested = inner if isinstance(inner, Mapping) else {}
-    fields = Fields(reader.model_type, {**reader.fields, **nested})
+    assumed = ASSUMED.get(reader.model_type, {})
+    fields = Fields(reader.model_type, {**assumed, **reader.fields, **nested})
     dtype = canonical_dtype(str(reader.named_dtype() or "bfloat16"), "torch_dtype")
-    scheme = read_scheme(fields.first(*QUANTIZATION), fields.first("expert_dtype"))
+    quantization = fields.first(*QUANTIZATION)
+    within = quantization.get("expert_dtype") if isinstance(quantization, Mapping) else None
+    scheme = read_scheme(quantization, fields.first("expert_dtype") or within)
     placed = list(_matrices(config, fields, drafts=drafts))
     _check_sizes(fields)
     parts = [
@@ -84,6 +90,8 @@ def _check_sizes(fields: Fields) -> None:
 
 
 def _stored_bytes(matrix: Matrix, scheme: Scheme | None, dtype: str) -> int:
+    if scheme is not None and matrix.role == "table":
+        return TABLE.num_bytes(matrix)
     if scheme is not None and scheme.stores(matrix):
         return scheme.num_bytes(matrix)
     return packed_bytes(matrix.parameters, dtype)
@@ -97,6 +105,7 @@ def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Ite
     caches, with_experts = _caches(config, fields), expert_layers(fields)
     yield from _vocabulary(fields, traits, config)
     yield from per_layer_embeddings(fields)
+    yield from hyper_connections(fields)
     if fields.model_type == "zamba2":
         yield from zamba2_blocks(fields)
 
@@ -131,7 +140,8 @@ def _vocabulary(fields: Fields, traits: Traits, config: Mapping[str, Any]) -> It
     tied = traits.tied if tied is None else tied
     yield (first, last) if tied else (first,), Matrix("embed_tokens", tokens, width, "other")
     if not tied:
-        yield (last,), Matrix("lm_head", tokens, fields.hidden, "head")
+        rows = fields.number("output_vocab_size", "unpadded_vocab_size", default=tokens)
+        yield (last,), Matrix("lm_head", rows, fields.hidden, "head")
 
 
 def _layer(
@@ -145,6 +155,10 @@ def _layer(
         caches = {kind: cache for kind, cache in caches.items() if kind == "mamba"}
     yield from mixers(fields, layer, caches, states=traits.states, gate=traits.query_gate)
     if fields.model_type in WITHOUT_FEED_FORWARD | {"zamba2"}:
+        return
+    if fields.model_type == "dory":  # blocks of attention and of feed-forward in turn
+        kinds = fields.listed("layer_types") or ()
+        yield from dense(fields, layer, gated=True) if kinds[layer] == "mlp" else ()
         return
     if fields.model_type == "nemotron_h":
         kind = nemotron_kinds(fields)[layer]

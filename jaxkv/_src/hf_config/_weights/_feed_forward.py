@@ -11,16 +11,16 @@ SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "nu
 SHARED_WIDTH = tuple(
     """
     shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_intermediate_size
-    share_expert_dim
+    share_expert_dim shared_experts_intermediate_size
     """.split()
 )
 DENSE_WIDTH = tuple(
     """
-    intermediate_size_mlp intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim d_ff
-    block_ff_dim
+    dense_intermediate_size intermediate_size_mlp intermediate_size ffn_dim n_inner
+    ffn_hidden_size decoder_ffn_dim d_ff block_ff_dim
     """.split()
 )
-FIRST = "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
+FIRST = tuple("first_k_dense_replace num_dense_layers moe_layer_start_index dense_mlp_idx".split())
 STEP = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
 
 
@@ -40,6 +40,7 @@ def dense(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
 def experts(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
     """Yields the router, the routed and the shared experts of a layer."""
     name, hidden = f"layers.{layer}.mlp", fields.hidden
+    fields.read.update(DENSE_WIDTH)  # where no layer is dense
     count = fields.number(*EXPERTS, layer=layer)
     width = fields.number(*EXPERT_WIDTH, layer=layer)
     yield Matrix(f"{name}.gate", count, hidden, "other", max_ranks=WHOLE)

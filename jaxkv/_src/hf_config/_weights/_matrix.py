@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 # "linear": in a layer; "expert": in one of several experts; "head": onto the vocabulary;
 # "tower": in an encoder of images or sounds; "other": embeddings and the rest, never quantised.
-Role = Literal["linear", "expert", "head", "tower", "other"]
+# "table": of n-grams, in fp8 with a scale for 32 elements wherever anything is quantised.
+Role = Literal["linear", "expert", "head", "tower", "table", "other"]
 
 
 WHOLE = 1
@@ -17,11 +18,13 @@ SIZED = re.compile(r"(^|_)(size|dim|rank|width|embeddings|hidden|inner|ffn)s?$")
 # Fields that match and size none, or one that is less than a thousandth of a model.
 UNSIZED = frozenset(
     """
-    attn_res_block_size block_size chunk_size classifier_proj_size group_norm_size head_dim
-    index_block_size layer_group_size mamba_chunk_size max_position_embeddings max_window_size
-    median_filter_width org_vocab_size original_max_position_embeddings qk_head_dim rope_dim
-    rotary_dim sliding_window_size time_step_rank unpadded_vocab_size window_size
-    attention_window_size attention_hidden_size
+    attention_head_dim attention_hidden_size attention_window_size attn_res_block_size block_size
+    candidate_block_size chunk_size classifier_proj_size dspark_block_size dspark_markov_rank
+    engram_compressed_vocab_size engram_max_ngram_size engram_vocab_size gated_norm_rank
+    group_norm_size head_dim index_block_size layer_group_size mamba_chunk_size
+    max_position_embeddings max_window_size median_filter_width ngram_size org_vocab_size
+    original_max_position_embeddings ple_conv_kernel_size qk_head_dim rel_extent rope_dim
+    rotary_dim sliding_window_size text_hidden_size time_step_rank unpadded_vocab_size window_size
     """.split()
 )
 

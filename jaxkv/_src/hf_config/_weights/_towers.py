@@ -7,19 +7,24 @@ from jaxkv._src.hf_config._fields import nested
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 
-QWEN = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
-GLM = frozenset("glm4v glm4v_moe glm46v".split())
-GATED = GLM | frozenset("qwen2_5_vl mistral3 gemma4 lighton_ocr".split())
+QWEN = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp".split())
+GLM = frozenset("glm4v glm4v_moe glm46v glm5_next".split())
+GATED = GLM | frozenset(
+    "qwen2_5_vl mistral3 mistral_large4 gemma4 lighton_ocr deepseek_v41".split()
+)
 ONE_PROJECTION = frozenset("gemma3 shieldgemma2 paligemma gemma4 idefics3 smolvlm".split())
 TWO_PROJECTIONS = frozenset(
     """
     llava llava_next llava_next_video llava_onevision vipllava internvl llama4 mistral3
-    lighton_ocr kimi_k25 kimi_vl
+    lighton_ocr kimi_k25 kimi_vl mistral_large4 deepseek_v41 minimax_m3 minimax_m3_vl hy_v4_vl
+    inkling2 step3p7
     """.split()
 )
 ALIGNED = frozenset("aya_vision cohere2_vision".split())
 UNDERSTOOD = QWEN | GLM | ONE_PROJECTION | TWO_PROJECTIONS | ALIGNED | {"mllama", "kimi_k3"}
 TOWERS = "vision_config", "audio_config"
+# Wrappers whose towers are not understood, and whose files may leave them out.
+TEXT_ALONE = frozenset("apertus1p5 bailing_moe_v3_vl dots3_note inkling_mm_model".split())
 
 
 def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
@@ -34,7 +39,7 @@ def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
     """
     for level in nested(config):
         outer = str(level.get("model_type"))
-        if outer in WRAPPERS and outer not in UNDERSTOOD:
+        if outer in WRAPPERS and outer not in UNDERSTOOD | TEXT_ALONE:
             raise ValueError(f"the sizes of the towers of model_type={outer!r} are not known")
         for name in TOWERS:
             values = level.get(name)

@@ -1,7 +1,7 @@
 """Traits of model types, and the matrices that only single families have. No jax."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, Placed, feed_forward
 from jaxkv._src.hf_config._weights._mixers import (
@@ -46,6 +46,8 @@ PLAIN = """
     exaone_moe dots1 bailing_moe bailing_moe_v2 mimo mimo_v2_flash llama4_text stablelm cwm
     hyperclovax hy_v3 dbrx chatglm mllama_text_model solar solar_open axk1 exaone baichuan internlm
     helium diffllama bitnet iquestcoder flex_olmo laguna mistral4 pangu_ultra_moe step3p5
+    axk2 deepseek_v41_text dots3_note_text hy_v4 hy_v4_vl_text inkling_text inkling2_text
+    minimax_m3_text minimax_m3_vl_text mistral_large4_text sarvam_mla sarvam_moe
 """
 TIED = """
     gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
@@ -65,6 +67,10 @@ TRAITS = {
     "gpt_neo": Traits(gated=False, tied=True, positions="max_position_embeddings"),
     "opt": Traits(gated=False, tied=True, positions="max_position_embeddings"),
     "apertus": Traits(gated=False),
+    "apertus1p5_text": Traits(gated=False),
+    "dory": Traits(query_gate=True),
+    "glm5_next_text": Traits(states=kimi_delta),
+    "qwen4_exp_text": Traits(query_gate=True, states=gated_delta_net),
     "arcee": Traits(gated=False),
     "gemma4_text": Traits(tied=True, both=True),
     "qwen3_next": Traits(query_gate=True, states=gated_delta_net),
@@ -86,6 +92,16 @@ TRAITS = {
     "afmoe": Traits(query_gate=True),
     "lfm2": Traits(tied=True, states=short_convolution),
     "lfm2_moe": Traits(tied=True, states=short_convolution),
+}
+# Sizes that the class assumes where a file has none.
+OF_M3 = {"dense_intermediate_size": 12288, "shared_intermediate_size": 3072}
+ASSUMED: Mapping[str, Mapping[str, int]] = {
+    **{name: OF_M3 for name in ("minimax_m3_text", "minimax_m3_vl_text")},
+    **{
+        name: {"first_k_dense_replace": 1}
+        for name in "axk2 dots3_note_text hy_v4 hy_v4_vl_text mistral_large4_text".split()
+    },
+    "glm5_next_text": {"first_k_dense_replace": 3},
 }
 WITHOUT_FEED_FORWARD = {"mamba", "mamba2", "falcon_mamba"}
 
@@ -127,6 +143,16 @@ def per_layer_embeddings(fields: Fields) -> Iterable[Placed]:
     for layer in range(layers):
         yield (layer,), Matrix("per_layer_input_gate", width, hidden, max_ranks=WHOLE)
         yield (layer,), Matrix("per_layer_projection", hidden, width, max_ranks=WHOLE)
+
+
+def hyper_connections(fields: Fields) -> Iterable[Placed]:
+    """Yields the mixers of the residual streams of Qwen3.8-Flash-Next: two a layer, and a last."""
+    if fields.model_type != "qwen4_exp_text":
+        return
+    rank, last = fields.number("hc_lowrank", default=320), fields.num_layers - 1
+    width = fields.hidden * fields.number("hc_count", default=4)
+    for layer in (*range(last + 1), *range(last + 1), last):
+        yield (layer,), Matrix("hyper_connection", width, rank, count=2, max_ranks=WHOLE)
 
 
 def whisper(fields: Fields) -> Iterable[Placed]:
