@@ -12,7 +12,7 @@ import pathlib
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
-NOTEBOOKS = sorted(HERE.glob("[0-9]*_*.ipynb"))
+NOTEBOOKS = sorted(HERE.glob("*.ipynb"))
 TIMEOUT_S = 300  # of one cell
 COLOURS = 96  # of a picture
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}

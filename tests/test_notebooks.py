@@ -15,12 +15,10 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parents[1]
-NOTEBOOKS = sorted(
-    (HERE / "notebooks").glob("*.ipynb"), key=lambda path: int(path.stem.split("_")[0])
-)
-WITHOUT_PICTURES = "10_a_hugging_face_model", "11_rollouts_with_flax", "12_serving_fast"
+NOTEBOOKS = sorted((HERE / "notebooks").glob("*.ipynb"))
+WITHOUT_PICTURES = "hugging_face_model", "rollouts_with_flax", "serving_fast", "sharp_bits"
 NEEDED = "nbclient", "ipykernel", "matplotlib"
-IN_KERNEL = HERE / "notebooks" / "3_planning.ipynb"
+IN_KERNEL = HERE / "notebooks" / "planning.ipynb"
 MAX_BYTES = 150_000  # kept in git, and read on the web
 
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -77,7 +75,7 @@ for name in sys.argv[1:]:
     jax.config.update("jax_default_matmul_precision", precision)
     pyplot.close("all")
 """
-FIRST, LAST = "6_meshes", "12_serving_fast"
+FIRST, LAST = "meshes", "serving_fast"
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -102,7 +100,7 @@ for path in map(execute.pathlib.Path, sys.argv[1:]):
 
 
 def test_each_is_laid_out_for_git_and_has_the_outputs_of_all_its_cells() -> None:
-    assert len(NOTEBOOKS) == 12
+    assert len(NOTEBOOKS) == 13
     lines = run("-c", LAID_OUT, *(path.name for path in NOTEBOOKS)).split()
     for path, is_laid_out in zip(NOTEBOOKS, lines, strict=True):
         assert is_laid_out == "True", "run `python notebooks/execute.py` and commit the notebook"
