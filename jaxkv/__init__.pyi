@@ -16,6 +16,7 @@ from jaxkv._src.engine import ModelOutput as ModelOutput
 from jaxkv._src.engine import Output as Output
 from jaxkv._src.engine import Sampling as Sampling
 from jaxkv._src.engine import Stats as Stats
+from jaxkv._src.engine import TopLogprobs as TopLogprobs
 from jaxkv._src.hf_config import layers_from_config as layers_from_config
 from jaxkv._src.hf_config import load_config as load_config
 from jaxkv._src.offload import HostMemory as HostMemory

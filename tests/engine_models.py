@@ -74,6 +74,13 @@ def head(params: Params, hidden: jax.Array) -> jax.Array:
 
 
 @jax.jit
+def hidden_states(params: Params, step: jaxkv.StepContext) -> jaxkv.ModelOutput:
+    """The same for an engine with a `head`, with side outputs, in a jit of its own."""
+    x = forward(params, step, hidden=True)
+    return jaxkv.ModelOutput(x, step, side={"x": x, "at": (step.token_ids, step.positions)})
+
+
+@jax.jit
 def forward_in_a_jit(params: Params, step: jaxkv.StepContext) -> jaxkv.ModelOutput:
     """The same in a jit of its own, whose copy of the step is the one that has written."""
     return jaxkv.ModelOutput(forward(params, step), step)
@@ -101,12 +108,16 @@ def recurrent(inputs: jax.Array, step: jaxkv.StepContext) -> jax.Array:
 
 def whole(params: Params, layers: tuple[str, ...], ids: list[int]) -> np.ndarray:
     """Returns the logits of all tokens, f64[len(ids), VOCAB]."""
+    return whole_hidden(params, layers, ids) @ np.asarray(params["head"], np.float64)
+
+
+def whole_hidden(params: Params, layers: tuple[str, ...], ids: list[int]) -> np.ndarray:
     weights = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
     x = weights["embed"][ids] + np.sin(np.arange(len(ids))[:, None] * weights["turn"])
     for layer in layers:
         w = weights[layer]
         x = x + (states(x @ w["u"]) if layer == "state" else attention(w, layer, x)) @ w["o"]
-    return x @ weights["head"]
+    return x
 
 
 def states(inputs: np.ndarray) -> np.ndarray:
@@ -163,9 +174,57 @@ def redrawn(
         int(row.argmax()) if not sampling.temperature else int((kept(row, sampling) + g).argmax())
         for row, g in zip(logits, gumbel, strict=False)
     ]
+    return Sampled(tokens, chosen(logprobs_of(logits), output.tokens))
+
+
+def logprobs_of(logits: np.ndarray) -> np.ndarray:
     top = logits.max(axis=-1, keepdims=True)
-    logprobs = logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
-    return Sampled(tokens, np.take_along_axis(logprobs, np.array([output.tokens]).T, 1)[:, 0])
+    return logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
+
+
+def chosen(logprobs: np.ndarray, tokens: list[int]) -> np.ndarray:
+    return np.take_along_axis(logprobs, np.array([tokens]).T, 1)[:, 0]
+
+
+def assert_details(
+    params: Params,
+    layers: tuple[str, ...],
+    prompt: list[int],
+    sampling: jaxkv.Sampling,
+    output: Any,
+    atol: float = 1e-4,
+) -> None:
+    """Compares what an output with all tokens holds besides them with the model without a cache."""
+    ids, num = [*prompt, *output.tokens], len(prompt)
+    x = whole_hidden(params, layers, ids)
+    logprobs = logprobs_of(whole(params, layers, ids))[:-1]  # of the token after each
+    asked = sampling.prompt_logprobs
+    assert (output.prompt_logprobs is None) == (asked is None)
+    assert (output.top_logprobs is None) == (not sampling.logprobs)
+    assert (output.prompt_top_logprobs is None) == (not asked)
+    assert (output.side is None) == (not sampling.side)
+    if asked is not None:
+        assert output.prompt_logprobs.dtype == np.float32
+        wanted = [np.nan, *chosen(logprobs[: num - 1], prompt[1:])]
+        np.testing.assert_allclose(output.prompt_logprobs, wanted, atol=atol)
+    if asked:
+        assert (output.prompt_top_logprobs.token_ids[0] == -1).all()
+        top = jaxkv.TopLogprobs(*(part[1:] for part in output.prompt_top_logprobs))
+        assert_top(top, logprobs[: num - 1], asked, atol)
+    if sampling.logprobs:
+        assert_top(output.top_logprobs, logprobs[num - 1 :], sampling.logprobs, atol)
+    if sampling.side:
+        tokens, positions = output.side["at"]
+        assert tokens.tolist() == ids[:-1] and positions.tolist() == [*range(len(ids) - 1)]
+        np.testing.assert_allclose(output.side["x"], x[:-1], atol=20 * atol)
+
+
+def assert_top(top: jaxkv.TopLogprobs, logprobs: np.ndarray, count: int, atol: float) -> None:
+    assert top.token_ids.dtype == np.int32 and top.logprobs.dtype == np.float32
+    assert top.token_ids.shape == top.logprobs.shape == (len(logprobs), count)
+    np.testing.assert_allclose(top.logprobs, -np.sort(-logprobs)[:, :count], atol=atol)
+    found = np.take_along_axis(logprobs, top.token_ids.astype(np.int64), 1)
+    np.testing.assert_allclose(top.logprobs, found, atol=atol)
 
 
 def kept(logits: np.ndarray, sampling: jaxkv.Sampling) -> np.ndarray:

@@ -19,7 +19,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Output, Stats
-from jaxkv._src.engine import _device
+from jaxkv._src.engine import _device, _logprobs
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._outputs import Kind
 from jaxkv._src.engine._sampler import _keep, _scaled, draw, fields_of
@@ -29,9 +29,11 @@ from jaxkv.testing import count_compilations
 from tests.engine_models import (
     SPECS,
     VOCAB,
+    assert_details,
     forward,
     forward_in_a_jit,
     head,
+    hidden_states,
     kept,
     make_params,
     make_plan,
@@ -82,8 +84,9 @@ def assert_right(
         prompt, sampling = requests[output.request]
         right = redrawn(make_params(), layers, prompt, sampling, output, NEW)
         assert output.tokens == right.tokens, output
-        if sampling.logprobs:
+        if sampling.logprobs is not None:
             np.testing.assert_allclose(output.logprobs, right.logprobs, atol=2e-4)
+        assert_details(make_params(), layers, prompt, sampling, output, atol=2e-4)
         if output.finish_reason == "length":
             assert len(output.tokens) == sampling.max_tokens
 
@@ -124,10 +127,10 @@ def test_stats_count_what_was_served(monkeypatch) -> None:
         counts.update(cached_tokens=sum(hit.num_cached_tokens for hit in last.hits.values()))
         return step(shape, work, **options)
 
-    def started(uploads: Any) -> Any:
+    def started(*uploads: Any) -> Any:
         assert len(engine._calls.in_flight) < 2, "the host is further ahead than a call"
         counts.update(calls=1)
-        return start(uploads)
+        return start(*uploads)
 
     def chosen(**options: Any) -> Any:
         schedules.append(schedule(**options))
@@ -200,18 +203,70 @@ def test_an_engine_begins_with_no_figures_and_room_for_few_copies() -> None:
 
 @functools.cache
 def engine_with_head() -> jaxkv.Engine:
-    """With a model that returns hidden states, in a `ModelOutput`."""
-
-    @jax.jit
-    def hidden(params: Any, step: jaxkv.StepContext) -> jaxkv.ModelOutput:
-        return jaxkv.ModelOutput(forward(params, step, hidden=True), step)
-
-    return jaxkv.Engine(hidden, make_params(), make_plan(ALL, TIGHT), head=head, **SIZES)
+    """With so few blocks that requests are preempted."""
+    plan = make_plan(ALL, TIGHT)
+    return jaxkv.Engine(hidden_states, make_params(), plan, head=head, **SIZES)
 
 
-def test_an_engine_with_a_head_draws_the_same_tokens() -> None:
-    requests = random_requests(2, 12)
-    assert_right(run(engine_with_head(), requests), requests)
+def random_details(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
+    """The same requests, most of which ask for more than tokens."""
+    rng, found = np.random.default_rng(seed), []
+    for prompt, sampling in random_requests(seed, count):
+        asked = rng.choice([None, False, True, 0, 1, 3], 2).tolist()
+        details = {"logprobs": asked[0], "prompt_logprobs": asked[1], "side": bool(rng.integers(2))}
+        found.append((prompt, dataclasses.replace(sampling, **details)))
+    return found
+
+
+def test_a_head_computes_the_logits_that_requests_ask_for(monkeypatch) -> None:
+    """Of prompts piece by piece; after chunks, forks, hits and preemptions."""
+    monkeypatch.setattr(_logprobs, "PIECE", 3)
+    engine, requests = engine_with_head(), random_details(2, 24)
+    assert_right(run(engine, requests), requests)
+    assert engine.stats.preemptions and engine.stats.cached_tokens
+    engine.warm_up(*[sampling for _, sampling in requests])
+    with count_compilations() as compilations:
+        run(engine, requests)
+    assert not compilations
+
+
+def test_steps_return_details_with_the_tokens_that_they_belong_to() -> None:
+    """Those of all outputs of a sample make up what `generate` returns."""
+    engine, requests = engine_with_head(), random_details(4, 10)
+    whole = {(o.request, o.sample): o for o in run(engine, requests)}
+    parts: dict[Any, list[Output]] = {name: [] for name in whole}
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    while engine.has_work:
+        for output in engine.step():
+            assert (output.prompt_logprobs is None) or not parts[output.request, output.sample]
+            parts[output.request, output.sample].append(output)
+    for name, outputs in parts.items():
+        tokens = [token for output in outputs for token in output.tokens]
+        assert tokens == whole[name].tokens
+        details = [(o.logprobs, o.top_logprobs, o.side) for o in outputs]
+        joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *details)
+        wanted = whole[name].logprobs, whole[name].top_logprobs, whole[name].side
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), joined, wanted)
+
+
+def test_an_abort_leaves_no_number_for_what_was_not_computed() -> None:
+    engine = engine_with_head()
+    asked = Sampling(prompt_logprobs=2, side=True, logprobs=1, max_tokens=4)
+    engine.add("waits", [1, 2, 3], asked)
+    engine.abort("waits")
+    engine.add("begins", [*range(40)], asked)  # in chunks of 16
+    (first,) = engine.step()
+    assert np.isnan(first.prompt_logprobs).all() and first.side is None
+    assert engine.step() == []
+    engine.abort("begins")
+    (second,) = engine.step()
+    num = len(second.side["x"])
+    assert num in (16, 32) and second.side["at"][0].tolist() == [*range(num)]
+    is_known = (np.arange(40) > 0) & (np.arange(40) <= num)
+    assert (~np.isnan(second.prompt_logprobs)).tolist() == is_known.tolist()
+    assert (second.prompt_top_logprobs.token_ids[:, 1] >= 0).tolist() == is_known.tolist()
+    assert second.top_logprobs.logprobs.shape == (0, 1)
 
 
 def test_what_an_engine_is_given_reaches_its_parts() -> None:
@@ -254,7 +309,8 @@ def test_a_reproducible_engine_draws_the_same_bits_whatever_the_batch() -> None:
             engine.manager.reset_prefixes()
             for output in run(engine, requests[at : at + 1]):
                 among = together[at, output.sample]
-                assert output.tokens == among.tokens and output.logprobs == among.logprobs
+                assert output.tokens == among.tokens
+                assert output.logprobs.tolist() == among.logprobs.tolist()
     assert not compilations
 
 
@@ -667,7 +723,7 @@ def test_requests_go_on_after_sleep(level: int) -> None:
         for o in new:
             old = outputs.get((o.request, o.sample), Output(0, 0, [], [], [], None))
             outputs[o.request, o.sample] = o._replace(
-                tokens=old.tokens + o.tokens, logprobs=(old.logprobs or []) + (o.logprobs or [])
+                tokens=old.tokens + o.tokens, logprobs=np.append(old.logprobs, o.logprobs)
             )
 
     for _ in range(5):
@@ -725,7 +781,7 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
             return np.asarray(self.out)
 
     monkeypatch.setattr(
-        engine._device, "run", lambda uploads: {"sampled": Sampled(right(uploads)["sampled"])}
+        engine._device, "run", lambda *given: {"sampled": Sampled(right(*given)["sampled"])}
     )
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
@@ -916,7 +972,7 @@ def logits_of_all(params: Any, step: jaxkv.StepContext) -> Any:
     return jnp.zeros((step.token_ids.size, VOCAB))
 
 
-def hidden_states(params: Any, step: jaxkv.StepContext) -> Any:
+def forward_hidden(params: Any, step: jaxkv.StepContext) -> Any:
     return forward(params, step, hidden=True)
 
 
@@ -1055,8 +1111,39 @@ MISTAKES = {
         ValueError,
         "stop_token_ids holds the token id 50; ids are from 0 to 49, the columns of the logits",
     ),
-    "a flag of NumPy": (lambda e: Sampling(logprobs=np.True_), TypeError, r"; pass bool\(...\)"),
-    "logprobs": (lambda e: Sampling(logprobs=5), TypeError, "logprobs must be True or False"),
+    "a flag of NumPy": (lambda e: Sampling(side=np.True_), TypeError, r"; pass bool\(...\)"),
+    "logprobs": (lambda e: Sampling(logprobs="5"), TypeError, "logprobs must be an int, got '5'"),
+    "logprobs below 0": (lambda e: Sampling(prompt_logprobs=-1), ValueError, "must be at least 0"),
+    "more logprobs than tokens": (
+        lambda e: e.add("r", [1], Sampling(logprobs=51)),
+        ValueError,
+        "logprobs=51 is more than the 50 tokens",
+    ),
+    "logprobs of a prompt without a head": (
+        lambda e: e.add("r", [1], Sampling(prompt_logprobs=True)),
+        ValueError,
+        r"prompt_logprobs=0 needs logits of all tokens of a prompt: .* Engine\(head=\)",
+    ),
+    "side outputs of a model without any": (
+        lambda e: e.warm_up(Sampling(side=True)),
+        ValueError,
+        r"side=True, and forward returns no side outputs: return jaxkv.ModelOutput\(result, side=",
+    ),
+    "side outputs of last tokens": (
+        lambda e: made(
+            forward=lambda params, step: jaxkv.ModelOutput(
+                forward(params, step), side=[jnp.ones(4)]
+            )
+        ),
+        ValueError,
+        r"an array of shape \(4,\) as side\[0\]; side outputs are arrays of all tokens, \[16, ",
+    ),
+    "reproducible details": (
+        lambda e: made(reproducible=True).add("r", [1], Sampling(logprobs=1)),
+        ValueError,
+        "has one compiled step, without side outputs, prompt_logprobs and the most likely",
+    ),
+    "a salt of ints": (lambda e: e.add("r", [1], salt=3), TypeError, "salt must be a str"),
     "reproducible states": (
         lambda e: jaxkv.Engine(forward, make_params(), make_plan(), reproducible=True, **SIZES),
         ValueError,
@@ -1115,7 +1202,7 @@ MISTAKES = {
         "forward returned hidden states of dtype int32; they are floats",
     ),
     "a head of one token": (
-        lambda e: made(forward=hidden_states, head=lambda params, x: head(params, x)[0]),
+        lambda e: made(forward=forward_hidden, head=lambda params, x: head(params, x)[0]),
         ValueError,
         r"head returned an array of shape \(50,\); it returns the logits of the hidden states that",
     ),

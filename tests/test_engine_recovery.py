@@ -22,17 +22,18 @@ from jaxkv._src.engine import _states
 from jaxkv._src.sleeping import CacheTemplate
 from jaxkv._src.sleeping._host import ArrayTemplate
 from jaxkv.sleeping import SleepError
-from tests.engine_models import forward, make_params, make_plan
+from tests.engine_models import head, hidden_states, make_params, make_plan
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 SHARED = list(range(7, 19))
 REQUESTS = {
-    "a": ([*SHARED, 1], Sampling(max_tokens=9, temperature=0.9, seed=1, n=3, logprobs=True)),
+    "a": ([*SHARED, 1], Sampling(max_tokens=9, temperature=0.9, seed=1, n=3, prompt_logprobs=True)),
     "b": ([*SHARED, 2, 3], Sampling(max_tokens=8, logprobs=True)),
+    "e": ([*SHARED, 2, 3], Sampling(max_tokens=4, logprobs=2, prompt_logprobs=1, side=True)),
     "c": ([5, 4], Sampling(max_tokens=7, temperature=1.1, seed=3, stop_token_ids=[11])),
     "d": ([*SHARED[:8], 30], Sampling(max_tokens=5, temperature=0.7, seed=4, n=2)),
 }
-Served = dict[tuple[Any, int], tuple[list[int], list[float], str]]
+Served = dict[tuple[Any, int], list[jaxkv.Output]]
 
 
 @functools.cache
@@ -40,8 +41,9 @@ def make_engine(decode_steps: int) -> jaxkv.Engine:
     """With so few blocks that requests are preempted, and go to host memory."""
     plan = make_plan(("full",), 15)
     memory = jaxkv.HostMemory(num_bytes=40 * plan.layouts[0].bytes_per_block, min_tokens=1)
-    sizes = {"max_requests": 4, "max_tokens": 8, "decode_steps": decode_steps}
-    return jaxkv.Engine(forward, make_params(), plan, host_memory=memory, **sizes)
+    sizes: dict[str, Any] = {"max_requests": 4, "max_tokens": 8, "decode_steps": decode_steps}
+    sizes |= {"host_memory": memory, "head": head}
+    return jaxkv.Engine(hidden_states, make_params(), plan, **sizes)
 
 
 @contextlib.contextmanager
@@ -76,9 +78,7 @@ def served(engine: jaxkv.Engine, failures: list[BaseException] | None = None) ->
             has_work = engine.has_work
         assert len(failures) < 500
         for o in outputs:
-            tokens, logprobs, _ = told.get((o.request, o.sample), ([], [], ""))
-            end = o.finish_reason or ""
-            told[o.request, o.sample] = tokens + o.tokens, logprobs + (o.logprobs or []), end
+            told.setdefault((o.request, o.sample), []).append(o)
     return told
 
 
@@ -94,9 +94,23 @@ def undisturbed(decode_steps: int) -> Served:
 
 def assert_same(told: Served, wanted: Served) -> None:
     assert told.keys() == wanted.keys()
-    for name, (tokens, logprobs, end) in wanted.items():
-        assert (told[name][0], told[name][2]) == (tokens, end), name
-        np.testing.assert_allclose(told[name][1], logprobs, atol=2e-4)
+    for name in wanted:
+        (tokens, end, details), (right, right_end, of_right) = (
+            joined(told[name]),
+            joined(wanted[name]),
+        )
+        assert (tokens, end) == (right, right_end), name
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), details, of_right)
+
+
+def joined(outputs: list[jaxkv.Output]) -> tuple[list[int], Any, Any]:
+    """Returns the tokens, the end and the details of all outputs of a sample."""
+    of_prompt = [(o.prompt_logprobs, o.prompt_top_logprobs) for o in outputs]
+    assert not jax.tree.leaves(of_prompt[1:])
+    parts = [(o.logprobs, o.top_logprobs, o.side) for o in outputs]
+    details = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    tokens = [token for output in outputs for token in output.tokens]
+    return tokens, outputs[-1].finish_reason, (of_prompt[0], details)
 
 
 def assert_idle(engine: jaxkv.Engine) -> None:
@@ -253,8 +267,8 @@ def test_calls_that_fail_after_they_took_the_cache_run_again(monkeypatch) -> Non
         def __array__(self, *_: object, **__: object) -> np.ndarray:
             raise RuntimeError("RESOURCE_EXHAUSTED")
 
-    def sometimes(uploads: Any) -> Any:
-        out, chance = run(uploads), draw.random()
+    def sometimes(*given: Any) -> Any:
+        out, chance = run(*given), draw.random()
         if chance < 0.15:
             if chance < 0.1:
                 jax.tree.map(lambda array: array.delete(), engine._device.cache)

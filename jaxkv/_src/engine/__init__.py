@@ -2,7 +2,7 @@
 
 from jaxkv._src.engine._engine import Engine
 from jaxkv._src.engine._model import ModelOutput
-from jaxkv._src.engine._outputs import Output, Stats
+from jaxkv._src.engine._outputs import Output, Stats, TopLogprobs
 from jaxkv._src.engine._sampling import Sampling
 
-__all__ = ["Engine", "ModelOutput", "Output", "Sampling", "Stats"]
+__all__ = ["Engine", "ModelOutput", "Output", "Sampling", "Stats", "TopLogprobs"]

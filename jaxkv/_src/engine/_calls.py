@@ -4,7 +4,10 @@ import array
 import collections
 import contextlib
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -121,7 +124,9 @@ class Calls:
     def _start(self, steps: list[Step]) -> None:
         if steps[0].transfers is not None:  # no later step of a call has any
             self.device.transfer(steps[0].transfers)
-        self.in_flight.append((steps, self.device.run(tuple([step.upload for step in steps]))))
+        wants = functools.reduce(operator.or_, [step.asked.wants for step in steps])
+        out = self.device.run(tuple([step.upload for step in steps]), wants)
+        self.in_flight.append((steps, out))
         self.packer.stats.calls += 1
 
     def _collect(self, num_left: int) -> None:
@@ -137,16 +142,17 @@ class Calls:
             self.is_broken = True
             self.in_flight.pop(0)
             for at, step in enumerate(steps):
-                of_step = {name: array[at] for name, array in of_call.items()}
-                if flags := int(of_step["sampled"][-1]):
+                sampled = of_call["sampled"][at]
+                if flags := int(sampled[-1]):
                     raise CacheError(flags)
-                self._take(of_step, step.sampled)
+                if step.asked.wants:
+                    _take_details(jax.tree.map(operator.itemgetter(at), of_call), step)
+                self._take(sampled, step.sampled)
             self.is_broken = False
 
-    def _take(self, of_step: Mapping[str, np.ndarray], sampled: Sampled) -> None:
+    def _take(self, out: np.ndarray, sampled: Sampled) -> None:
         """Gives samples what a step sampled for them, and ends those that are done."""
-        out, (samples, index), of_all = of_step["sampled"], sampled, self.packer.samples
-        half = out.size // 2
+        half, (samples, index), of_all = out.size // 2, sampled, self.packer.samples
         tokens, logprobs = out[: index.size], out[half:][: index.size].view(np.float32)
         alive = [at for at, sample in enumerate(samples) if sample.reason is None]
         if len(alive) < len(samples):  # the others ended before these tokens
@@ -159,7 +165,7 @@ class Calls:
             self.changed.setdefault(sample, len(known))
         is_watched = of_all.is_watched[index] > 0
         for at in is_watched.nonzero()[0].tolist():
-            if samples[at].sampling.logprobs:
+            if samples[at].sampling.logprobs is not None:
                 samples[at].add_logprob(logprobs.item(at))
         # From here on the samples have them.
         collections.deque(map(array.array.append, lists, tokens.tolist()), maxlen=0)
@@ -182,3 +188,17 @@ class Calls:
             self.packer.samples.tokens[sample.name] = sample.tokens[:-1]
         self.packer.scheduler.finish(sample.name)
         self.packer.samples.remove(sample)
+
+
+def _take_details(out: Mapping[str, Any], step: Step) -> None:
+    """Gives samples the details that they asked for, before the tokens of the step."""
+    if "top" in out:
+        for sample, top in zip(step.sampled.samples, out["top"], strict=False):
+            if sample.details is not None and sample.reason is None:
+                sample.details.add_top(len(sample.tokens), top)
+    side, structure = jax.tree.flatten(out.get("side"))
+    for details, position, first, count in step.asked.rows:
+        if details.sampling.prompt_logprobs is not None and "prompt" in out:
+            details.add_prompt(position, out["prompt"][first : first + count])
+        if details.sampling.side:
+            details.add_side(position, structure, [rows[first : first + count] for rows in side])

@@ -13,10 +13,12 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv._src.cache import KVCache, check_cache
-from jaxkv._src.engine._model import Model
+from jaxkv._src.engine._logprobs import most_likely, next_tokens, prompt_logprobs
+from jaxkv._src.engine._model import Model, apply_head
 from jaxkv._src.engine._outputs import StepOptions
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
+from jaxkv._src.engine._samples import RECORD_SIZE
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
 from jaxkv._src.offload import Transfers
 from jaxkv._src.offload.host_blocks import HostBlocks, TransferError
@@ -26,7 +28,7 @@ from jaxkv._src.uploads import Upload
 
 Uploads = tuple[Upload, ...]  # of one shape
 State = tuple[KVCache, Array]  # and int32[N], see `Device`; between two calls
-Arrays = dict[str, Array]  # of a call by name; each array costs the host 2 to 5 us
+Arrays = dict[str, Any]  # of a call by name; each array costs the host 2 to 5 us
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
 _OWNERS: "weakref.WeakSet[Device]" = weakref.WeakSet()  # engines' devices, by whose cache they have
@@ -36,7 +38,8 @@ class Device:
     """Weights and cache on the device, and the model's steps.
 
     options: of the step that is compiled: the widest wanted so far.
-    vocab_size: columns of the logits, once a step was traced.
+    vocab_size, has_side: columns of the logits, and whether the model returns side outputs, once a
+      step was traced.
     cache: a `KVCache`, or a `SleepingCache`, which jax refuses; None: it is lost.
     host_blocks: those in host memory.
     may_be_lost: whether an exception has ended a call that may have taken the arrays along.
@@ -50,7 +53,8 @@ class Device:
           num_sampled: tokens of the latest steps to keep for the steps that follow.
         """
         self._model, self.params, self.options = model, params, StepOptions()
-        self.vocab_size, self.host_blocks, self._kinds = 0, HostBlocks(), _kinds_of(params)
+        self.vocab_size, self.has_side, self.host_blocks = 0, False, HostBlocks()
+        self._kinds = _kinds_of(params)
         check_cache(cache)
         _check_free(cache)
         self.cache: Any = cache
@@ -65,15 +69,20 @@ class Device:
         flags = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
         self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | f) for f in flags]
 
-    def run(self, uploads: Uploads) -> Arrays:
-        """Starts steps, and returns what they will sample; see `_run_steps`."""
+    def run(self, uploads: Uploads, wants: int = 0) -> Arrays:
+        """Starts steps, and returns what they will compute; see `_run_steps`.
+
+        Args:
+          wants: as for `StepOptions.at`.
+        """
         if self.was_taken:
             raise RuntimeError(
                 "the engine's cache was donated to another call, or deleted, outside of the "
                 "engine, which owns it; the next step goes on with a new one"
             )
         try:
-            (self.cache, self._sampled), out = self._step_of(uploads)(*self._arguments(uploads))
+            step, given = self._step_of(uploads), self._arguments(uploads, wants)
+            (self.cache, self._sampled), out = step(*given)
         except Exception as error:
             if _has_deleted(self.params):
                 raise RuntimeError(
@@ -81,7 +90,7 @@ class Device:
                     "the weights that there are now to update"
                 ) from error
             raise
-        for array in out.values():
+        for array in jax.tree.leaves(out):
             array.copy_to_host_async()
         return out
 
@@ -132,18 +141,21 @@ class Device:
         """Traces steps, so that errors of the model surface early."""
         self._step_of(uploads).eval_shape(*self._arguments(uploads))
 
-    def warm_up(self, calls: Sequence[Uploads]) -> None:
-        """Compiles steps, and shows the progress; then runs each once."""
+    def warm_up(self, calls: Sequence[tuple[Uploads, int]]) -> None:
+        """Compiles steps, each with its ``wants``, and shows progress; then runs each once."""
         # jax lowers one step after another; XLA compiles the others meanwhile, outside of the GIL.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # The largest take longest.
-            lowered = (self._step_of(call).lower(*self._arguments(call)) for call in calls[::-1])
+            lowered = (
+                self._step_of(uploads).lower(*self._arguments(uploads, wants))
+                for uploads, wants in calls[::-1]
+            )
             compiling = [pool.submit(step.compile) for step in lowered]
             completed = concurrent.futures.as_completed(compiling)
             for done in with_progress(completed, len(calls), "compiling", "shape"):
                 done.result()
-        for uploads in calls:
-            self.run(uploads)
+        for uploads, wants in calls:
+            self.run(uploads, wants)
 
     def check_like(self, params: Any) -> None:
         """Raises ValueError for weights of another structure, shape or dtype."""
@@ -190,8 +202,10 @@ class Device:
     def _step_of(self, uploads: Uploads) -> Any:
         return self.steps[uploads[0].shape.max_tokens <= FEW_TOKENS]
 
-    def _arguments(self, uploads: Uploads) -> tuple[Any, State, Uploads, StepOptions]:
-        return self.params, (self.cache, self._sampled), uploads, self.options
+    def _arguments(
+        self, uploads: Uploads, wants: int = 0
+    ) -> tuple[Any, State, Uploads, StepOptions]:
+        return self.params, (self.cache, self._sampled), uploads, self.options.at(wants)
 
     def _run_steps(
         self, params: Any, state: State, uploads: Uploads, options: StepOptions
@@ -207,7 +221,8 @@ class Device:
 
         Returns:
           The state, and ``sampled``, int32[steps, 2 * S + 1]: tokens, the bits of their
-          log-probabilities, and the error flags of the cache.
+          log-probabilities, and the error flags of the cache. If the options say so, ``top`` and
+          ``prompt``, of `most_likely` and `prompt_logprobs`, and ``side``.
         """
         with persist_in(self._only and folder_for(self._only)):
             if len(uploads) == 1:
@@ -224,9 +239,12 @@ class Device:
         context = StepContext(state[0], upload, newest_tokens=state[1])
         has_ended = context.skip_ended() if may_have_ended else None
         computed = self._model.run(params, context)
-        logits = computed.logits
-        self.vocab_size = logits.shape[-1]
-        cache, of = computed.step.done(), fields_of(context.batch.extra[upload.shape.max_tokens :])
+        logits, shape = computed.logits, upload.shape
+        self.vocab_size, self.has_side = logits.shape[-1], computed.side is not None
+        records, targets = jnp.split(
+            context.batch.extra[shape.max_tokens :], [shape.batch_size * RECORD_SIZE]
+        )
+        cache, of = computed.step.done(), fields_of(records)
         tokens, logprobs = draw(logits, of, options.kind)
         sampled = tokens
         if has_ended is not None:
@@ -235,7 +253,13 @@ class Device:
         sampled = lax.dynamic_update_slice(state[1], sampled, of["offset"][0])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
         flags = cache.error_flags[None]
-        return (cache, sampled), {"sampled": jnp.concatenate([tokens, bits, flags])}
+        out: dict[str, Any] = {"sampled": jnp.concatenate([tokens, bits, flags])}
+        if options.num_top:
+            out["top"] = most_likely(logits[of["index"][:, 0]], options.num_top)
+        if options.num_prompt_top >= 0 and (head := self._model.head) is not None:
+            given = computed.hidden, next_tokens(context, targets), options.num_prompt_top
+            out["prompt"] = prompt_logprobs(functools.partial(apply_head, head, params), *given)
+        return (cache, sampled), out | ({"side": computed.side} if options.has_side else {})
 
 
 def _check_free(cache: KVCache) -> None:

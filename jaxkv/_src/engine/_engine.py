@@ -1,5 +1,6 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -8,10 +9,10 @@ from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._model import Forward, Head, Model
-from jaxkv._src.engine._outputs import Kind, Output, Stats, StepOptions
+from jaxkv._src.engine._outputs import PROMPT, SIDE, Kind, Output, Stats, StepOptions
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._progress import with_progress
-from jaxkv._src.engine._samples import Sample, Samples
+from jaxkv._src.engine._samples import ModelFacts, Sample, Samples
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.engine._shape_buckets import ShapeBuckets, check_reproducible
 from jaxkv._src.engine._states import InFlight, awake, fall_asleep, set_params, warm_up
@@ -148,7 +149,9 @@ class Engine(Unique):
             lookahead_steps=lookahead,
         )
         sizes = max_requests, max_tokens, shared_prefixes
-        self._buckets = ShapeBuckets(self._scheduler, *sizes, reproducible=reproducible)
+        self._buckets = ShapeBuckets(
+            self._scheduler, *sizes, reproducible=reproducible, has_targets=head is not None
+        )
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
         num_sampled = (
             lookahead + 2
@@ -157,9 +160,13 @@ class Engine(Unique):
         if reproducible:
             self._device.options = StepOptions(Kind.LIMITED)  # one compiled step for all samplings
         self._device.trace((self._buckets.to_trace.idle(),))
+        self._samples.model = ModelFacts(
+            self._device.vocab_size, head is not None, self._device.has_side, reproducible
+        )
         parts = self._scheduler, self._samples, self.stats, self._device.ring(decode_steps)
         self._packer = Packer(self.manager, self._buckets, *parts, num_sampled)
         self._calls = Calls(self._device, self._packer, decode_steps)
+        self._family = itertools.count()
         self._device.take_over()
 
     def __repr__(self) -> str:
@@ -215,7 +222,7 @@ class Engine(Unique):
                 "or one Sampling for all"
             )
         requests = [
-            self._samples.create(name, f"prompts[{name}]", prompt, one, self._device.vocab_size)
+            self._samples.create(name, f"prompts[{name}]", prompt, one)
             for name, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
         ]
         check_flag(progress=progress)
@@ -249,7 +256,8 @@ class Engine(Unique):
             together with ``max_tokens``; a name in use.
         """
         self._calls.mend()
-        samples = self._samples.create(request, "prompt", prompt, sampling, self._device.vocab_size)
+        check_content(salt, extra_keys)
+        samples = self._samples.create(request, "prompt", prompt, sampling)
         prefix: Any = {"salt": salt, "extra_keys": extra_keys, "boundaries": boundaries}
         self._add(samples, priority=priority, **prefix)
 
@@ -358,7 +366,8 @@ class Engine(Unique):
 
         Args:
           samplings: kinds of sampling that will come. A step that draws, or draws within limits
-            (``top_k``, ``top_p``, ``min_p``), is compiled anew when the first request asks for it.
+            (``top_k``, ``top_p``, ``min_p``), that returns the most likely tokens, side outputs or
+            log-probabilities of prompts, is compiled anew when the first request asks for it.
         """
         for sampling in samplings:
             check_kind(Sampling, "jaxkv.Sampling objects, one by one", samplings=sampling)
@@ -393,6 +402,8 @@ class Engine(Unique):
         first, self._calls.is_broken = samples[0], True
         self._samples.tokens |= {sample.name: sample.tokens for sample in samples}
         sizes = {"samples": len(samples), "max_tokens": first.end}
+        if first.sampling.asks & (PROMPT | SIDE):  # what others have computed, they have taken
+            options["salt"] = f"{options['salt'] or ''}\0{next(self._family)}"
         try:
             self._scheduler.add(first.request, first.num_prompt, **sizes, **options)
         except (TypeError, ValueError):

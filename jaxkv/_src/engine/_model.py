@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, PyTree, Shaped
 
 from jaxkv._src.step import StepContext
 
@@ -17,10 +18,13 @@ class ModelOutput(NamedTuple):
       the hidden states of all tokens, float[T, ...].
     step: the step, if ``forward`` carried it through a scan or a jit of its own; None: it is the
       one that ``forward`` was given.
+    side: a pytree of arrays of all tokens, [T, ...], such as the experts that each was routed to,
+      for `Output.side` of requests with ``Sampling(side=True)``; None: none.
     """
 
     result: Float[Array, "rows ..."]
     step: StepContext | None = None
+    side: PyTree[Shaped[Array, "tokens ..."]] | None = None
 
 
 Forward = Callable[[Any, StepContext], Array | ModelOutput]
@@ -33,11 +37,13 @@ class Computed(NamedTuple):
     step: that has ended.
     logits: float[B, vocab], of each request's last token.
     hidden: float[T, ...], of all tokens; without a head the same as ``logits``.
+    side: the pytree of arrays, [T, ...]; None: none.
     """
 
     step: StepContext
     logits: Array
     hidden: Array
+    side: Any
 
 
 class Model(NamedTuple):
@@ -59,12 +65,14 @@ class Model(NamedTuple):
         out = given if isinstance(given, ModelOutput) else ModelOutput(given)
         step = step if out.step is None else out.step
         tokens, requests = step.token_ids.size, step.batch.shape.batch_size
+        side = out.side if jax.tree.leaves(out.side) else None
+        _check_side(side, tokens)
         if self.head is None:
             _check_rows("forward", out.result, requests, LOGITS)
-            return Computed(step, out.result, out.result)
+            return Computed(step, out.result, out.result, side)
         _check_rows("forward", out.result, tokens, HIDDEN)
         logits = apply_head(self.head, params, out.result[step.last_tokens])
-        return Computed(step, logits, out.result)
+        return Computed(step, logits, out.result, side)
 
 
 def apply_head(head: Head, params: Any, hidden: Array) -> Array:
@@ -90,6 +98,18 @@ HIDDEN = (
     ),
 )
 OF_HEAD = 2, "the logits of the hidden states that it is given, [{rows}, vocab]"
+
+
+def _check_side(side: Any, tokens: int) -> None:
+    """Raises ValueError unless all side outputs are arrays of so many tokens."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(side):
+        shape = getattr(leaf, "shape", None)
+        if not shape or shape[0] != tokens:
+            given = type(leaf).__name__ if shape is None else f"an array of shape {shape}"
+            raise ValueError(
+                f"forward returned {given} as side{jax.tree_util.keystr(path)}; side outputs are "
+                f"arrays of all tokens, [{tokens}, ...]"
+            )
 
 
 def _check_rows(function: str, array: Any, rows: int, wanted: tuple[int, str]) -> None:

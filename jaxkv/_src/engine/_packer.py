@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.engine._outputs import Stats
-from jaxkv._src.engine._samples import RECORD, Sample, Samples
+from jaxkv._src.engine._details import Asked, Details
+from jaxkv._src.engine._outputs import PROMPT, SIDE, TOP, Stats
+from jaxkv._src.engine._samples import RECORD, RECORD_SIZE, Sample, Samples
 from jaxkv._src.engine._shape_buckets import ShapeBuckets
 from jaxkv._src.offload import Transfers
 from jaxkv._src.scheduler import Schedule, Scheduler
@@ -25,17 +26,20 @@ class Sampled(NamedTuple):
 
 
 NONE_SAMPLED = Sampled([], np.zeros(0, np.int64))
+NOTHING_ASKED = Asked()
 
 
 class Step(NamedTuple):
     """A step that is packed.
 
     transfers: of blocks between the memories, before it runs.
+    asked: that it computes besides.
     """
 
     upload: Upload
     sampled: Sampled = NONE_SAMPLED
     transfers: Transfers | None = None
+    asked: Asked = NOTHING_ASKED
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,12 +79,13 @@ class Packer:
                 if shape is not None and most_steps < 2 * len(steps):
                     idle = [Step(shape.idle(self.ring)) for _ in range(most_steps - len(steps))]
                 break
-            wanted = self.buckets.fitting(schedule)
+            asked = self._asked(schedule)
+            wanted = self.buckets.fitting(schedule, may_decode=not asked.wants & PROMPT)
             if shape is None:
                 shape = wanted
             elif wanted.max_query_len > 1 or wanted.max_tokens > shape.max_tokens:
                 break  # the schedule comes again
-            steps.append(self._pack(schedule, shape))
+            steps.append(self._pack(schedule, shape, asked))
             self._count(schedule, shape.max_tokens - schedule.num_tokens)
             if shape.max_query_len > 1:
                 break
@@ -96,7 +101,23 @@ class Packer:
             return None
         return self.buckets.fill(self.scheduler.wanted(), decodes)
 
-    def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
+    def _asked(self, schedule: Schedule) -> Asked:
+        """Returns what the requests of a step ask for."""
+        samples, batch = self.samples, schedule.work.batch
+        if not np.count_nonzero(samples.asks):
+            return NOTHING_ASKED
+        asks, rows = samples.asks[schedule.index] & ~TOP, list[tuple[Details, int, int, int]]()
+        wants = int(np.bitwise_or.reduce(samples.asks[schedule.samples.index] & TOP, initial=0))
+        for at in asks.nonzero()[0].tolist():
+            details = samples.by_index[schedule.index[at]].details
+            start, count = schedule.num_computed.item(at), batch.counts.item(at)
+            of = asks.item(at) & (PROMPT | SIDE if start < details.num_prompt - 1 else SIDE)
+            wants |= of
+            if of:
+                rows.append((details, start, batch.ends.item(at) - count, count))
+        return Asked(wants, rows)
+
+    def _pack(self, schedule: Schedule, shape: StepShape, asked: Asked) -> Step:
         index, ids = schedule.samples.index, self._token_ids(schedule)
         records, count = self.samples.records[index], index.size
         offset = self.offset % (self.num_sampled - self.manager.max_requests)
@@ -106,13 +127,22 @@ class Packer:
         records["offset"] = offset + np.arange(count)
         extra = np.zeros(shape.extra, np.int32)
         extra[: ids.size] = ids
-        extra[shape.max_tokens :].view(RECORD)[:count] = records
+        end = shape.max_tokens + shape.batch_size * RECORD_SIZE
+        extra[shape.max_tokens : end].view(RECORD)[:count] = records
+        if asked.wants & PROMPT:
+            extra[end:][: schedule.index.size] = self._targets(schedule)
         upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
         self.samples.records[index] = records
         self.offset = offset
         self.sampled = Sampled(self.samples.by_index[index].tolist(), index)
         self.scheduler.append(index[records["position"] < records["last"]])
-        return Step(upload, self.sampled, self.manager.take_transfers())
+        return Step(upload, self.sampled, self.manager.take_transfers(), asked)
+
+    def _targets(self, schedule: Schedule) -> list[int]:
+        """Returns the token after each request's last one, if it is of the prompt; else 0."""
+        ends = (schedule.num_computed + schedule.work.batch.counts).tolist()
+        found = zip(self.samples.by_index[schedule.index].tolist(), ends, strict=True)
+        return [of.tokens[end] if end < of.num_prompt else 0 for of, end in found]
 
     def _token_ids(self, schedule: Schedule) -> np.ndarray:
         """Returns the token ids of a step; ``-1 - i`` for the one at index i on the device."""

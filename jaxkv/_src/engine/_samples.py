@@ -4,10 +4,11 @@ import array
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkv._src.engine._details import NO_DETAILS, Details
 from jaxkv._src.engine._outputs import FinishReason, Output
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.internal.checks import check_kind, check_name
@@ -35,6 +36,7 @@ class Sample:
     seed: of its request's random numbers.
     index: in the scheduler and in `Samples`; -1: none.
     number: of its request's samples.
+    details: that the request asks for.
     version_starts: for each version of the weights, how many tokens were there when it came.
     """
 
@@ -47,6 +49,7 @@ class Sample:
     end: int
     seed: int
     index: int = -1
+    details: Details | None = None
     logprobs: array.array[float] = dataclasses.field(default_factory=lambda: array.array("f"))
     reason: FinishReason | None = None
     version_starts: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -65,11 +68,15 @@ class Sample:
 
     def output(self, start: int) -> Output:
         """Returns the tokens from position ``start`` on."""
-        tokens, logprobs = self.tokens[start:].tolist(), None
-        if self.sampling.logprobs:
-            logprobs = self.logprobs[start - self.num_prompt :][: len(tokens)].tolist()
+        tokens, logprobs, more = self.tokens[start:].tolist(), None, NO_DETAILS
+        if self.sampling.logprobs is not None:
+            found = self.logprobs[start - self.num_prompt :][: len(tokens)]
+            logprobs = np.array(found, np.float32)
+        if self.details is not None:
+            more = self.details.output(start, len(self.tokens))
         version = self._versions(start, len(tokens))
-        return _new_output((self.request, self.number, tokens, logprobs, version, self.reason))
+        told = self.request, self.number, tokens, logprobs, version, self.reason, *more
+        return _new_output(told)
 
     def _versions(self, start: int, count: int) -> list[int]:
         """Returns the version of the weights of each token from position ``start`` on."""
@@ -84,6 +91,44 @@ class Sample:
         """Forgets all but the prompt."""
         del self.tokens[self.num_prompt :]
         self.version_starts.clear()
+        if self.details is not None:
+            self.details.forget()
+
+
+class ModelFacts(NamedTuple):
+    """The parts of a model that samplings may ask for.
+
+    vocab_size: columns of its logits.
+    is_reproducible: whether all its steps are one compiled step.
+    """
+
+    vocab_size: int
+    has_head: bool
+    has_side: bool
+    is_reproducible: bool
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError for details that it does not have."""
+        asked = sampling.prompt_logprobs
+        for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", asked)):
+            if (count or 0) > self.vocab_size:
+                raise ValueError(f"{name}={count} is more than the {self.vocab_size:,} tokens")
+        if asked is not None and not self.has_head:
+            raise ValueError(
+                f"prompt_logprobs={asked} needs logits of all tokens of a prompt: return hidden "
+                "states from forward, and pass Engine(head=)"
+            )
+        if sampling.side and not self.has_side:
+            raise ValueError(
+                "side=True, and forward returns no side outputs: return "
+                "jaxkv.ModelOutput(result, side=...) from it"
+            )
+        if sampling.asks and self.is_reproducible:
+            raise ValueError(
+                "Engine(reproducible=True) has one compiled step, without side outputs, "
+                "prompt_logprobs and the most likely tokens of logprobs=k; leave them out, or make "
+                "another engine for them"
+            )
 
 
 class Samples:
@@ -95,8 +140,12 @@ class Samples:
     records: a `RECORD` of each, as it was sent last.
     num_known, ends: int64[N], tokens of each that the host knows, and those that it may have.
     is_watched: whether each has stop tokens or asks for log-probabilities, int64[N].
+    asks: bits of the details that each asks for, int64[N].
+    model: that serves them.
     version: of the weights of the tokens to come.
     """
+
+    model: ModelFacts
 
     def __init__(self, max_model_len: int, seed: int):
         self._max_model_len, self._seeds = max_model_len, np.random.default_rng(seed)
@@ -107,15 +156,17 @@ class Samples:
     def _reserve(self, size: int) -> None:
         """Makes arrays for samples of indices below ``size``, without any."""
         self.by_index, self.records = np.empty(size, object), np.zeros(size, RECORD)
-        self.num_known, self.ends, self.is_watched = np.zeros((3, size), np.int64)
+        self.num_known, self.ends, self.is_watched, self.asks = np.zeros((4, size), np.int64)
 
     def create(
-        self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None, vocab_size: int
+        self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None
     ) -> list[Sample]:
         """Returns the samples of a new request, checked; ``name`` is that of the argument."""
         sampling = Sampling() if sampling is None else sampling
         check_kind(Sampling, "a jaxkv.Sampling(...)", sampling=sampling)
         check_name(request)
+        self.model.check(sampling)
+        vocab_size = self.model.vocab_size
         ids, longest = as_tokens(name, prompt, np.int32), self._max_model_len
         if not ids.size:
             raise ValueError(f"{name} is empty; give at least one token id")
@@ -138,8 +189,10 @@ class Samples:
                 raise ValueError(f"request={one!r} has not ended; use another name")
         seed = int(self._seeds.integers(2**32)) if sampling.seed is None else sampling.seed
         tokens, numbers = array.array("i", ids.tobytes()), (ids.size, end, seed)
+        details = Details.of_samples(sampling, ids.size)
         return [
-            Sample(one, request, at, sampling, tokens[:], *numbers) for at, one in enumerate(names)
+            Sample(one, request, at, sampling, tokens[:], *numbers, details=details[at])
+            for at, one in enumerate(names)
         ]
 
     def listed(self) -> list[Sample]:
@@ -149,7 +202,7 @@ class Samples:
     def add(self, sample: Sample, index: int) -> None:
         """Adds a sample, whose tokens the scheduler knows already, to all but ``of_request``."""
         if index >= self.records.size:
-            names = "by_index", "records", "num_known", "ends", "is_watched"
+            names = "by_index", "records", "num_known", "ends", "is_watched", "asks"
             parts = [getattr(self, name) for name in names]
             self._reserve(2 * index)
             for name, part in zip(names, parts, strict=True):
@@ -161,7 +214,9 @@ class Samples:
         self.records[index] = record_of(sample.sampling, sample.seed, sample.number, last)
         self.records["position"][index] = len(sample.tokens) - sample.num_prompt - 1
         self.num_known[index], self.ends[index] = len(sample.tokens), sample.end
-        self.is_watched[index] = bool(sample.sampling.stop_token_ids) or sample.sampling.logprobs
+        has_logprobs = sample.sampling.logprobs is not None
+        self.is_watched[index] = bool(sample.sampling.stop_token_ids) or has_logprobs
+        self.asks[index] = sample.sampling.asks
 
     def restart(self) -> None:
         """Derives all but ``of_request`` again, from the samples there that have not ended."""
@@ -183,7 +238,7 @@ class Samples:
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""
         del self.tokens[sample.name]
-        self.by_index[sample.index] = None
+        self.by_index[sample.index], self.asks[sample.index] = None, 0
         others = self.of_request[sample.request]
         others.remove(sample)
         if not others:

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-from jaxkv._src.engine._outputs import Kind, StepOptions
+from jaxkv._src.engine._outputs import PROMPT, SIDE, TOP, Kind, StepOptions
 from jaxkv._src.internal.checks import check_count, check_flag, check_number, make_ints_plain
 from jaxkv._src.internal.numbers import INT32_MAX, MAX_SAMPLES
 from jaxkv._src.internal.text import shown
@@ -59,8 +59,14 @@ class Sampling:
     n: samples of the prompt, which is computed once.
     max_tokens: tokens of each sample at most; None: up to the plan's ``max_model_len``.
     stop_token_ids: tokens that end a sample; the last of its tokens is then one of these.
-    logprobs: whether outputs hold the log-probability of each token: that of the model, before
-      temperature and the rest.
+    logprobs: of each token, in `Output.logprobs`: those of the model, before temperature and the
+      rest. True or 0: of the tokens alone; k: also of the k most likely ones, in
+      `Output.top_logprobs`; None or False: none.
+    prompt_logprobs: the same of the prompt's tokens, in `Output.prompt_logprobs` and
+      `Output.prompt_top_logprobs`. They need `Engine(head=)`.
+    side: whether outputs hold the side outputs of ``forward``. Requests with these, or with
+      ``prompt_logprobs``, compute their prompt, once for all samples, and share no cached prefix
+      with other requests.
     """
 
     temperature: float = 0.0
@@ -71,7 +77,9 @@ class Sampling:
     n: int = 1
     max_tokens: int | None = None
     stop_token_ids: Sequence[int] = ()
-    logprobs: bool = False
+    logprobs: int | bool | None = None
+    prompt_logprobs: int | bool | None = None
+    side: bool = False
 
     def __post_init__(self) -> None:
         make_ints_plain(self)
@@ -83,7 +91,13 @@ class Sampling:
             if not least <= number <= most:
                 remedy = "; None means no limit" if name in ("top_k", "max_tokens") else ""
                 raise ValueError(f"{name}={number} must be in {least}..{most}{remedy}")
-        check_flag(logprobs=self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or number is None:
+                object.__setattr__(self, name, 0 if number else None)
+            else:
+                check_count(**{name: number})
+        check_flag(side=self.side)
         check_number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         if self.temperature != 0 and not SMALLEST <= self.temperature <= LARGEST:
             raise ValueError(
@@ -111,7 +125,15 @@ class Sampling:
     @property
     def step_options(self) -> StepOptions:
         """The computations of steps for this."""
-        if self.temperature == 0:
-            return StepOptions(Kind.GREEDY)
         has_limits = self.top_k is not None or self.top_p < 1 or self.min_p > 0
-        return StepOptions(Kind.LIMITED if has_limits else Kind.SAMPLED)
+        kind = Kind.LIMITED if has_limits else Kind.SAMPLED
+        of_prompt = -1 if self.prompt_logprobs is None else self.prompt_logprobs
+        return StepOptions(
+            kind if self.temperature else Kind.GREEDY, self.logprobs or 0, of_prompt, self.side
+        )
+
+    @property
+    def asks(self) -> int:
+        """Bits of the details that this asks for, see `StepOptions.at`."""
+        of_prompt = PROMPT if self.prompt_logprobs is not None else 0
+        return (TOP if self.logprobs else 0) | (SIDE if self.side else 0) | of_prompt

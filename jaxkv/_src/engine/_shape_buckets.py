@@ -37,7 +37,13 @@ class ShapeBuckets:
         max_tokens: int,
         shared_prefixes: int = 0,
         reproducible: bool = False,
+        has_targets: bool = False,
     ):
+        """Chooses the shapes.
+
+        Args:
+          has_targets: whether an upload holds the token after each request's last, too.
+        """
         if max_tokens < max_requests:
             raise ValueError(
                 f"max_tokens={max_tokens} is less than max_requests={max_requests}: a step holds a "
@@ -46,7 +52,8 @@ class ShapeBuckets:
 
         def shape(tokens: int, requests: int, **options: Any) -> StepShape:
             options |= {"max_tokens": tokens, "batch_size": requests, "reproducible": reproducible}
-            return scheduler.shape(extra=tokens + requests * RECORD_SIZE, **options)
+            extra = tokens + requests * (RECORD_SIZE + has_targets)
+            return scheduler.shape(extra=extra, **options)
 
         def decode(size: int) -> StepShape:
             groups = min(shared_prefixes, size // 2)  # of two requests at least
@@ -82,10 +89,10 @@ class ShapeBuckets:
 
         return best(wanted.tokens)[1]
 
-    def fitting(self, schedule: Schedule) -> StepShape:
-        """Returns the smallest shape that holds a schedule."""
+    def fitting(self, schedule: Schedule, *, may_decode: bool = True) -> StepShape:
+        """Returns the smallest shape that holds a schedule; none of decodes unless it may."""
         shapes, wanted = self.mixed, schedule.num_tokens
-        if self.decode and wanted == len(schedule.work):
+        if self.decode and may_decode and wanted == len(schedule.work):
             # A prompt of which one token is computed may have several samples.
             shapes, wanted = self.decode, max(wanted, len(schedule.samples))
         return next(shape for size, shape in shapes.items() if size >= wanted)

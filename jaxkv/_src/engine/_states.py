@@ -3,6 +3,8 @@
 from typing import Literal, get_args
 
 from jaxkv._src.engine._calls import Calls
+from jaxkv._src.engine._device import Uploads
+from jaxkv._src.engine._outputs import PROMPT
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.internal.checks import check_choice
 from jaxkv._src.sleeping import sleep, wake_up
@@ -70,11 +72,18 @@ def warm_up(calls: Calls, samplings: tuple[Sampling, ...]) -> None:
     calls.is_broken = True
     ring, most = calls.packer.ring, calls.decode_steps
     for sampling in samplings:
+        calls.packer.samples.model.check(sampling)
         device.options |= sampling.step_options
-    shapes = [(shape.idle(ring),) for shape in buckets.shapes]
-    if most > 1:
-        shapes += [tuple([one.idle(ring) for _ in range(most)]) for one in buckets.decode.values()]
-    device.warm_up(shapes)
+    calls_of: list[tuple[Uploads, int]] = []
+    for wants in device.options.variants():
+        shapes = buckets.mixed.values() if wants & PROMPT else buckets.shapes
+        calls_of += [((shape.idle(ring),), wants) for shape in shapes]
+        if most > 1 and not wants & PROMPT:
+            several = [
+                tuple([one.idle(ring) for _ in range(most)]) for one in buckets.decode.values()
+            ]
+            calls_of += [(uploads, wants) for uploads in several]
+    device.warm_up(calls_of)
     if (stats := calls.packer.manager.offload_stats()) is not None:
         device.cache = device.host_blocks.warm_up(device.cache, stats.num_bytes)
     calls.is_broken = False
