@@ -148,9 +148,19 @@ def make_params(layers: Layers, seed: int) -> dict[str, Any]:
     return jax.device_put(make_weights(layers, seed))
 
 
+def forward(
+    layers: Layers, has_head: bool, params: dict[str, Any], step: jaxkv.StepContext
+) -> jax.Array | jaxkv.ModelOutput:
+    """Returns logits; or the hidden states for a `head`, and side outputs."""
+    hidden = hidden_states(layers, params, step)
+    if not has_head:
+        return head(params, hidden[step.last_tokens])
+    return jaxkv.ModelOutput(hidden, side=[step.token_ids, hidden[:, :WIDTH].astype(jnp.int8)])
+
+
 @jax.default_matmul_precision("highest")
-def forward(layers: Layers, params: dict[str, Any], step: jaxkv.StepContext) -> jax.Array:
-    """Returns logits: 0 and `SECOND` for the likeliest tokens; NaN if sums are no integers."""
+def hidden_states(layers: Layers, params: dict[str, Any], step: jaxkv.StepContext) -> jax.Array:
+    """Returns hidden states, and how far their sums are from integers, f32[T, WIDTH + 1]."""
     places = jnp.maximum(step.positions, 0)
     x = (params["embed"][step.token_ids] + (places[:, None] + 1) * params["turn"][None]) % M
     far = jnp.zeros(len(x), jnp.float32)  # from an integer
@@ -163,7 +173,12 @@ def forward(layers: Layers, params: dict[str, Any], step: jaxkv.StepContext) -> 
         whole = jnp.round(y)
         far = jnp.maximum(far, jnp.abs(y - whole).max(axis=1))
         x = (x + times(whole.astype(jnp.int32) % M, of["matrices"][-1])) % M
-    x, far = x[step.last_tokens], far[step.last_tokens]
+    return jnp.concatenate([x.astype(jnp.float32), far[:, None]], axis=1)
+
+
+def head(params: dict[str, Any], hidden: jax.Array) -> jax.Array:
+    """Returns logits: 0 and `SECOND` for the likeliest tokens; NaN if sums are no integers."""
+    x, far = hidden[:, :WIDTH].astype(jnp.int32), hidden[:, WIDTH]
     first, second = (times(x, params["head"].T)[:, i] for i in range(2))
     first %= VOCAB
     second = (first + 1 + second % (VOCAB - 1)) % VOCAB

@@ -56,8 +56,8 @@ def make_weights(layers: tuple[tuple[str, Layer], ...], seed: int) -> dict[str, 
 
 def candidates(
     layers: tuple[tuple[str, Layer], ...], weights: dict[str, Any], ids: list[int]
-) -> tuple[Numbers, Numbers]:
-    """Returns the likeliest token after each of a sequence, and the second one."""
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Returns the likeliest token after each of a sequence, the second one, and hidden states."""
     places = np.arange(len(ids))
     x = (weights["embed"][ids] + (places[:, None] + 1) * weights["turn"]) % MODULUS
     stored: dict[str, tuple[Numbers, Numbers]] = {}
@@ -72,7 +72,7 @@ def candidates(
             y = _attention(_seen(dict(layers)[layer.owner or name], places), x, of, *kept)
         x = (x + y % MODULUS @ of["matrices"][-1]) % MODULUS
     first = x @ weights["head"][0] % VOCAB
-    return first, (first + 1 + x @ weights["head"][1] % (VOCAB - 1)) % VOCAB
+    return first, (first + 1 + x @ weights["head"][1] % (VOCAB - 1)) % VOCAB, x
 
 
 def _seen(layer: Layer, places: Numbers) -> Numbers:

@@ -17,7 +17,15 @@ import numpy as np
 import jaxkv
 from jaxkv import Output
 from jaxkv._src.engine import _calls
-from tests.traffic.models import SECOND, Model, forward, make_params, random_model
+from tests.traffic.models import (
+    OTHERS,
+    SECOND,
+    Model,
+    forward,
+    head,
+    make_params,
+    random_model,
+)
 from tests.traffic.oracle import VOCAB, candidates, make_weights
 
 SESSIONS = 20  # of an engine, which compiles for seconds
@@ -40,7 +48,7 @@ class Story:
     index: int
     answers: list[tuple[list[int], list[int]]]
     mixed: set[int] = dataclasses.field(default_factory=set)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+    outputs: list[Output] = dataclasses.field(default_factory=list)
     is_aborted: bool = False
     has_ended: bool = False
 
@@ -59,16 +67,19 @@ class Traffic:
         draw = self.draw
         self.model = random_model(draw)
         self.interrupts = interrupts if draw.random() < 0.4 else ()
+        self.details = random.Random(f"details {seed}")
+        self.has_head, self.has_details = (self.details.random() < 0.5 for _ in range(2))
         self.options = self.random_options(self.model)
         # A step that samples, and one with limits, is compiled anew: the first request wants it.
         self.kind, self.is_new = draw.choice([0, 1, 2, 2]), True
         self.weights = 0
         is_poisoned = draw.random() < 0.5
-        self.say(f"{self.model}\n{self.options}, poisoned={is_poisoned}")
+        self.say(f"{self.model}\n{self.options}, head={self.has_head}, poisoned={is_poisoned}")
         self.engine = jaxkv.Engine(
-            functools.partial(forward, self.model.layers),
+            functools.partial(forward, self.model.layers, self.has_head),
             make_params(self.model.layers, self.weights),
             self.model.plan,
+            head=head if self.has_head else None,
             cache=self.model.make_cache(self.options["max_requests"], is_poisoned=is_poisoned),
             **self.options,
         )
@@ -199,6 +210,13 @@ class Traffic:
             logprobs=draw.random() < 0.5,
             **options,
         )
+        has_details = self.has_details and not self.options.get("reproducible")
+        if has_details and self.details.random() < 0.4:
+            details = {"logprobs": self.details.choice([0, 1, 2])}
+            if self.has_head:
+                details["prompt_logprobs"] = self.details.choice([None, 0, 1, 2])
+                details["side"] = self.details.random() < 0.5
+            sampling = dataclasses.replace(sampling, **details)
         return prompt, sampling
 
     def add(self) -> None:
@@ -269,12 +287,12 @@ class Traffic:
         """Adds an output to its sample, whose tokens are checked at its end."""
         story = self.stories[output.request, output.sample]
         assert output.tokens or output.finish_reason, "an output that tells nothing"
-        assert (output.logprobs is not None) == story.sampling.logprobs
+        assert (output.logprobs is None) == (story.sampling.logprobs is None)
         assert len(output.version) == len(output.tokens)
         for tokens, version in story.answers:
             tokens += output.tokens
             version += output.version
-        story.logprobs += output.logprobs or []
+        story.outputs.append(output)
         if output.finish_reason is None:
             # A sample that ended before new weights has told all since.
             story.answers = story.answers[-1:]
@@ -304,7 +322,7 @@ class Traffic:
         ids, answers = [*prompt, *tokens], dict[int, Any]()
         for weights in {*version} - story.mixed:
             right = candidates(layers, make_weights(layers, weights), ids)
-            answers[weights] = np.array(right)[:, len(prompt) - 1 : -1].tolist()
+            answers[weights] = np.array(right[:2])[:, len(prompt) - 1 : -1].tolist()
         limits = sampling.top_k, sampling.top_p, sampling.min_p
         is_greedy = sampling.temperature == 0 or limits != (None, 1.0, 0.0)
         told = np.zeros(len(tokens))
@@ -320,10 +338,13 @@ class Traffic:
             place = weights, is_greedy or how, tuple(ids[: len(prompt) + at]), at
             if self.sampled.setdefault(place, token) != token:
                 return f"token {at} of {tokens} is another one for the same seed"
-        if sampling.logprobs and tokens and len(story.answers) == 1:
-            logprobs = np.where(np.isnan(told), np.nan, story.logprobs[-len(told) :])
-            if not np.allclose(logprobs, told, atol=1e-5, equal_nan=True):
-                return f"log-probabilities {story.logprobs} of {tokens}"
+        if sampling.logprobs is not None and tokens and len(story.answers) == 1:
+            logprobs = np.concatenate([output.logprobs for output in story.outputs])[-len(told) :]
+            if not np.allclose(np.where(np.isnan(told), np.nan, logprobs), told, 0, 1e-5, True):
+                return f"log-probabilities {logprobs} of {tokens}"
+        if {*version} == {self.weights} - story.mixed and tokens and len(story.answers) == 1:
+            right = candidates(layers, make_weights(layers, self.weights), ids)
+            return details_fault(story, ids, *right)
         return ""
 
     def check_end(self) -> None:
@@ -333,6 +354,42 @@ class Traffic:
         assert not engine.has_work and not engine.manager.requests
         assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks
         assert not engine.stats.nan_tokens, "sums that are no integers"
+
+
+def details_fault(
+    story: Story, ids: list[int], first: np.ndarray, second: np.ndarray, x: np.ndarray
+) -> str:
+    """Returns which detail of a sample is wrong, or ""; its last outputs tell of all ``ids``."""
+    asked, num, count = story.sampling, len(story.prompt), len(ids)
+    of_tokens = np.full((count - 1, VOCAB), OTHERS)
+    of_tokens[np.arange(count - 1), second[:-1]] = SECOND
+    of_tokens[np.arange(count - 1), first[:-1]] = 0.0
+    of_tokens -= np.log(1 + np.exp(SECOND))
+    right = {"of prompt": of_tokens[np.arange(count - 1), ids[1:]]}
+    best = np.stack([first[:-1], second[:-1]], axis=1)
+    right |= {"ids": best, "top": np.take_along_axis(of_tokens, best, 1)}
+    parts: dict[str, tuple[Any, Any]] = {}
+    outputs, k, of_prompt = story.outputs, asked.logprobs, asked.prompt_logprobs
+    if k:
+        for at, name in enumerate(("ids", "top")):
+            found = np.concatenate([o.top_logprobs[at] for o in outputs])
+            parts[name] = found, right[name][num - 1 :, :k]
+    if of_prompt is not None:
+        told = [o for o in outputs if o.prompt_logprobs is not None][-1]
+        parts["of prompt"] = told.prompt_logprobs[1:], right["of prompt"][: num - 1]
+        for at, name in enumerate(("ids", "top") if of_prompt else ()):
+            found = told.prompt_top_logprobs[at][1:]
+            parts[f"{name} of prompt"] = found, right[name][: num - 1, :of_prompt]
+    if asked.side:
+        found = [
+            np.concatenate([o.side[at] for o in outputs if o.side is not None]) for at in range(2)
+        ]
+        parts |= {"side ids": (found[0], ids[:-1]), "side": (found[1], x[:-1])}
+    for name, (found, wanted) in parts.items():
+        size = len(wanted)  # after a restart, all is told again
+        if not np.allclose(found[len(found) - size :], wanted, atol=1e-5):
+            return f"{name} {found} and not {wanted}"
+    return ""
 
 
 def run_traffic(

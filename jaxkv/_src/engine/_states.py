@@ -66,13 +66,14 @@ def awake(calls: Calls) -> None:
 def warm_up(calls: Calls, samplings: tuple[Sampling, ...]) -> None:
     """Compiles all steps; see `Engine.warm_up`."""
     device, buckets = calls.device, calls.packer.buckets
+    for sampling in samplings:
+        calls.packer.samples.model.check(sampling)
     calls.settle()
     device.check_awake()
     device.restore()
     calls.is_broken = True
     ring, most = calls.packer.ring, calls.decode_steps
     for sampling in samplings:
-        calls.packer.samples.model.check(sampling)
         device.options |= sampling.step_options
     calls_of: list[tuple[Uploads, int]] = []
     for wants in device.options.variants():
