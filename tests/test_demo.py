@@ -71,11 +71,11 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
         exchanged = device.cache.rows.at[rows].set(device.cache.rows[rows[::-1]])
         device.cache = dataclasses.replace(device.cache, rows=exchanged)
 
-    def run_exchanged(uploads):
+    def run_exchanged(*given):
         is_wrong = next(steps) == 8
         if is_wrong:
             exchange_rows()
-        out = right(uploads)
+        out = right(*given)
         if is_wrong:
             exchange_rows()
         return out

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv._src.blocks import BlockManager, RowWork
-from jaxkv._src.engine._samples import RECORD, Samples
+from jaxkv._src.engine._samples import RECORD, ModelFacts, Samples
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.engine._shape_buckets import PADDING, PADDING_OF_BACKLOG, READING, ShapeBuckets
 from jaxkv._src.planning import plan_cache
@@ -163,11 +163,17 @@ def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
 # --- samples ---------------------------------------------------------------------------
 
 
+def make_samples(seed: int) -> Samples:
+    samples = Samples(48, seed)
+    samples.model = ModelFacts(9, has_head=False, has_side=False, is_reproducible=False)
+    return samples
+
+
 def test_every_sample_has_a_record_of_its_own_however_many_there_are() -> None:
-    samples, lasts, free = Samples(48, seed=0), {}, list(range(400))
+    samples, lasts, free = make_samples(0), {}, list(range(400))
     for name in range(200):
         sampling = Sampling(temperature=1.0, max_tokens=1 + name % 7, n=2, seed=name)
-        samples.of_request[name] = samples.create(name, "prompt", [1, 2], sampling, vocab_size=9)
+        samples.of_request[name] = samples.create(name, "prompt", [1, 2], sampling)
         for sample in samples.of_request[name]:
             samples.add(sample, free.pop(0))
             lasts[sample.name] = name, sample.number, name % 7
@@ -182,9 +188,9 @@ def test_every_sample_has_a_record_of_its_own_however_many_there_are() -> None:
 
 def test_every_seed_that_is_named_is_the_one_that_counts() -> None:
     def seeds(of_engine: int, seed: int | None) -> list[int]:
-        samples = Samples(48, of_engine)
+        samples = make_samples(of_engine)
         sampling = Sampling(temperature=1.0, seed=seed)
-        made = [samples.create(name, "prompt", [1], sampling, vocab_size=9) for name in range(9)]
+        made = [samples.create(name, "prompt", [1], sampling) for name in range(9)]
         return [sample.seed for (sample,) in made]
 
     for seed in (0, 1, 2**32 - 1):

@@ -1,4 +1,4 @@
-"""What requests may ask for besides tokens, by position, from steps to outputs. NumPy only."""
+"""The details that requests ask for besides tokens, from steps to outputs. NumPy only."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -148,7 +148,7 @@ def _top_logprobs(rows: np.ndarray) -> TopLogprobs:
 
 
 class Asked(NamedTuple):
-    """What the requests of a step ask for.
+    """The details that the requests of a step ask for.
 
     wants: of the step, bits of `StepOptions.at`.
     rows: details of requests of the step, the position of the first token of each, where its tokens
