@@ -134,36 +134,6 @@ def test_other_overlays_hold_too(plan) -> None:
     assert seen["grown"] > 60 and seen["finished"] and seen["forked"]
 
 
-def test_a_forked_request_outlives_its_donor() -> None:
-    """Forks certainly what the machine draws now and then."""
-    machine = type("Machine", (Machine,), {"plan": WINDOWS, "seen": Counter()})()
-    machine.begin(count=0)
-    (donor,) = machine.computed
-    machine.step({donor: 15})
-    fork = machine.fork_request(1)
-    first, references_of = np.array([1]), machine.manager.block_pool.references_of
-    assert machine.computed[fork] == 8 and references_of(first) == 2
-    for after in (
-        machine.decode,
-        lambda: machine.finish_request(donor, again=False),
-        machine.decode,
-    ):
-        after()
-        machine.blocks_are_free_or_held_once()
-        machine.requests_read_what_they_wrote()
-    assert references_of(first) == 1 and machine.computed == {fork: 10}
-
-
-def test_a_fork_of_a_prefix_has_no_newer_state() -> None:
-    machine = type("Machine", (Machine,), {"plan": ALL_STATES, "seen": Counter()})()
-    machine.begin(count=0)
-    machine.step({1: 9})
-    fork = machine.fork_request(0)
-    assert machine.computed[fork] == 4 and machine.computed[1] > 4
-    machine.decode(look=True)
-    machine.requests_read_what_they_wrote()
-
-
 def test_without_zeroing_the_machine_finds_stale_bytes() -> None:
     """Shows that the checks above can fail: without zeroing, requests read other bytes."""
     plan = hybrid_plan(num_blocks=24, kv_dtype="bf16", zero_policy="never")

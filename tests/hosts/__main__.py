@@ -6,7 +6,6 @@ import pathlib
 import pickle
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 import jaxkv
 from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
-from tests.hosts.costs import costs
 from tests.hosts.demo import broadcasting, checked, demo_engine, receive, serve_demo
-from tests.hosts.processes import Scene
 from tests.hosts.small import TOKENS, serve_small, small_plan
 
 
@@ -143,19 +140,8 @@ def play(scene: str, index: int, count: int, port: int, folder: str) -> None:
 
     if scene == "death":
         death(index, count - 1, save)
-    save({"serve": serve, "costs": costs}[scene](index))
-
-
-def main() -> None:
-    """Plays a part in a scene; or prints the costs of two processes."""
-    if len(sys.argv) > 1:
-        play(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        figures = Scene.start("costs", 2, pathlib.Path(folder)).results()[0]
-    for name, figure in figures.items():
-        print(f"{name:42} {figure:8,.0f}")
+    save(serve(index))
 
 
 if __name__ == "__main__":
-    main()
+    play(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])

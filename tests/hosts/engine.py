@@ -1,7 +1,6 @@
-"""A loop by hand over the demo's model, whose step tests and benchmarks wrap."""
+"""A loop by hand over the demo's model, whose step tests wrap."""
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -36,20 +35,15 @@ def make_trace(count: int, seed: int, *, prompt_tokens: Range, new_tokens: Range
     return trace
 
 
-class Answer(NamedTuple):
-    """The tokens of a request, prompt first, and the logits of those that were picked."""
-
-    tokens: Sequence[int]
-    logits: np.ndarray  # f32[new tokens, vocab]
-
-
 @dataclasses.dataclass
 class Report:
-    """Course of a serving run; ``answers`` by request."""
+    """Course of a serving run.
 
-    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    logits: by request f32[new tokens, vocab], of the tokens that were picked.
+    """
+
+    logits: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     steps: int = 0
-    seconds: float = 0.0
 
 
 def serve_step(
@@ -90,14 +84,13 @@ class Engine:
 
     def serve(self, trace: Sequence[Request]) -> Report:
         """Runs every request of the trace to its end."""
-        arrivals, started = deque(trace), time.perf_counter()
+        arrivals = deque(trace)
         while arrivals or self.tokens:
             while arrivals and arrivals[0].arrival_step <= self.report.steps:
                 self._add(arrivals.popleft())
             if self.tokens:
                 self._step()
             self.report.steps += 1
-        self.report.seconds = time.perf_counter() - started
         jaxkv.check_errors(self.cache)
         return self.report
 
@@ -121,5 +114,5 @@ class Engine:
                 self.scheduler.append({name: 1})
                 continue
             self.scheduler.finish(name)
-            rows = np.array(self.rows.pop(name))
-            self.report.answers[name] = Answer(self.tokens.pop(name), rows)
+            self.report.logits[name] = np.array(self.rows.pop(name))
+            del self.tokens[name]
