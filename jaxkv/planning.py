@@ -9,9 +9,11 @@ of different groups can overlay each other: the group that owns a block decides 
 its bytes.
 
 `jaxkv.plan_cache` does all of this: `make_groups` divides the layers, and a `PoolLayout` per worker
-says where each `Group` lies in a block. `pool_bytes` are the bytes of the pool.
+says where each `Group` lies in a block. `pool_bytes` are the bytes of the pool, and `memory_for`
+what weights leave of a GPU for it.
 """
 
+from jaxkv._src.gpu_memory import memory_for
 from jaxkv._src.planning import (
     Group,
     PoolLayout,
@@ -23,5 +25,6 @@ __all__ = [
     "Group",
     "PoolLayout",
     "make_groups",
+    "memory_for",
     "pool_bytes",
 ]

@@ -34,7 +34,7 @@ ROWS: list[tuple[list[str], list[str]]] = [
     ([], ["block_tables"]),
     (["scheduler", "interop"], ["cache"]),
     (["blocks", "layout"], []),
-    (["offload", "uploads"], []),
+    (["gpu_memory", "offload", "uploads"], []),
     (["planning", "hf_config", "prefixes"], []),
     (["specs"], ["internal (jax)"]),
     (["internal"], ["pallas_kernels"]),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+import jaxkv
 from jaxkv.__main__ import main
-from jaxkv._src.cli.amounts import gib, parse_bytes, parse_length, parse_share
-from jaxkv._src.cli.gpus import gpu_bytes
+from jaxkv._src.cli.amounts import parse_bytes, parse_length, parse_share
 from jaxkv._src.cli.question import split_stages
 from jaxkv._src.cli.specs_file import change_specs, load_specs
 from jaxkv._src.cli.tries import MAX_TRIES, is_worth_it
+from jaxkv._src.gpu_memory import gpu_bytes
 from jaxkv._src.hf_config import (
     count_weights,
     encoder_len,
@@ -24,6 +25,7 @@ from jaxkv._src.hf_config import (
     model_len,
     num_layers,
 )
+from jaxkv._src.internal.text import gib
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import Limits
 
@@ -357,7 +359,7 @@ ON_L4 = ("llama-3.1-8b", "--gpu", "l4")
         ((*LLAMA, "--specs", "layers.json"), "give CONFIG (a preset, a config.json or its"),
         (("llama-3.1-8b", "--gpu", "l4", "--memory", "9GiB"), "as --memory 71.3GiB, not both"),
         ((*LLAMA, "--weights", "16GB"), "--weights needs --gpu, because --memory is for the cache"),
-        (("llama-3.1-8b", "--gpu", "tpu"), "--gpu='tpu' is not in the table: a10, "),
+        (("llama-3.1-8b", "--gpu", "tpu"), "gpu='tpu' is not in the table: a10, "),
         ((*ON_L4, "--weights", "all"), "--weights='all'"),
         (("llama-3.1-8b", "--memory", "71.3"), "is a fraction without a unit; give 71.3GiB"),
         (("llama-3.1-8b", "--memory", "1023"), "1,023 bytes, which holds no cache; give a unit"),
@@ -634,3 +636,30 @@ print(sum(os.times()[:2]))
         for _ in range(3)
     ]
     assert min(float(done.stdout.splitlines()[-1]) for done in runs) < 0.35  # CPU seconds
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_python_has_the_memory_of_the_command(
+    tensor: int, pipeline: int, capsys: pytest.CaptureFixture
+) -> None:
+    parallel = ("--tp", str(tensor), "--pp", str(pipeline))
+    told = figures(capsys, "qwen3-8b", "--gpu", "h100", *parallel, "--request-len", "4k")
+    config = load_config("qwen3-8b")
+    memory = jaxkv.planning.memory_for(
+        "h100", config, tensor_parallel=tensor, pipeline_parallel=pipeline
+    )
+    layers = split_stages(layers_from_config(config, tensor_parallel=tensor), pipeline)
+    plan = plan_cache(layers, memory, max_model_len=model_len(config), request_len=4096)
+    assert list(memory) == told["memory_bytes"]
+    assert plan.num_blocks == told["num_blocks"]
+    assert plan.requests_that_fit(4096) == told["usual_requests_that_fit"]
+    with pytest.raises(ValueError, match=r"utilization=1\.5 must be more than 0\.0 and up to 1"):
+        jaxkv.planning.memory_for("h100", config, utilization=1.5)
+
+
+def test_a_model_that_is_unknown_is_told_what_is_near_and_how_to_get_its_file() -> None:
+    with pytest.raises(ValueError, match=r"`hf download zai/GLM-9 config\.json` prints the path"):
+        load_config("zai/GLM-9")
+    for named in ({"model_type": "my_own"}, {}):
+        with pytest.raises(ValueError, match=r"nearest of \d+ that are: qwen3_moe, "):
+            layers_from_config(named | {"architectures": ["Qwen3MoeForCausalLM"]})

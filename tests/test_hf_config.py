@@ -870,7 +870,7 @@ QWEN_FIELDS = [
     "full_attention_interval",
 ]
 BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
-    ("config='no-such-model' .* presets deepseek", lambda: load_config("no-such-model")),
+    ("config='no-such-model' .* presets are deepseek", lambda: load_config("no-such-model")),
     ("config", lambda: load_config(os.devnull)),
     ("config must be the content", lambda: layers_from_config("qwen3-8b")),
     ("model_type", lambda: layers_from_config({})),

@@ -76,9 +76,3 @@ def round_up_gib(num_bytes: int) -> str:
     """Returns bytes rounded up to hundredths of a GiB, such as ``"42.29GiB"``."""
     hundredths = -(-num_bytes * 100 // 2**30)
     return f"{hundredths // 100}.{hundredths % 100:02}GiB"
-
-
-def gib(num_bytes: float) -> str:
-    """Returns bytes as ``"6.04 GiB"``, with two significant digits below 0.1 GiB."""
-    size = num_bytes / 2**30
-    return f"{size:,.2f} GiB" if size >= 0.1 or not size else f"{size:.2g} GiB"

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from jaxkv._src.cli.amounts import gib
 from jaxkv._src.cli.costs import (
     attention_dtypes,
     bytes_charged,
@@ -11,12 +10,12 @@ from jaxkv._src.cli.costs import (
     state_bytes,
     token_bytes,
 )
-from jaxkv._src.cli.gpus import fullest_text
 from jaxkv._src.cli.question import Question, layer_of
 from jaxkv._src.cli.specs_file import SpecsFile
 from jaxkv._src.cli.tries import Try
+from jaxkv._src.gpu_memory import fullest_text
 from jaxkv._src.hf_config import Weights, shipped_dtype
-from jaxkv._src.internal.text import readable
+from jaxkv._src.internal.text import gib, readable
 from jaxkv._src.planning import Plan
 
 WIDTH, NAME_WIDTH = 100, 16

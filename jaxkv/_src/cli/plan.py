@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 from jaxkv._src.cli.amounts import parse_bytes, parse_count, parse_length, parse_share
 from jaxkv._src.cli.data import plan_data, refusal_data
-from jaxkv._src.cli.gpus import GPUS, Budget, NoMemoryLeftError, gpu_bytes
 from jaxkv._src.cli.page import page
 from jaxkv._src.cli.question import Question
 from jaxkv._src.cli.specs_file import SpecsFile, load_specs
 from jaxkv._src.cli.tries import tries
+from jaxkv._src.gpu_memory import GPUS, Budget, NoMemoryLeftError, gpu_bytes
 from jaxkv._src.hf_config import (
     count_weights,
     layers_from_config,

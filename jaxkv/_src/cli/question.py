@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._src.cli.gpus import Budget
 from jaxkv._src.cli.specs_file import SpecsFile, change_specs
+from jaxkv._src.gpu_memory import Budget
 from jaxkv._src.hf_config import (
     encoder_len,
     layers_from_config,

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from jaxkv._src.cli.amounts import gib, parse_bytes, round_up_gib
-from jaxkv._src.cli.gpus import gpu_bytes
+from jaxkv._src.cli.amounts import parse_bytes, round_up_gib
 from jaxkv._src.cli.question import Answer, Figures, Question, answer
+from jaxkv._src.gpu_memory import gpu_bytes
 from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.internal.text import gib
 from jaxkv._src.planning import Plan
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)

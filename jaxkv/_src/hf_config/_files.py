@@ -8,6 +8,7 @@ from jaxkv._src.internal.files import read_json
 from jaxkv._src.internal.text import shown
 
 NAMED = re.compile(r"(\w[\w.-]*/)?[^/]+")  # a model, with or without its organization
+ORGANIZED = re.compile(r"\w[\w.-]{0,99}/\w[\w.-]{0,99}")
 PRESETS = pathlib.Path(__file__).parent / "presets"
 
 
@@ -46,20 +47,24 @@ def load_config(config: str | pathlib.PurePath) -> dict[str, object]:
     except (OSError, ValueError) as error:  # an OSError: a name that no path can have
         raise ValueError(
             f"config={shown(name)} is neither a preset nor a readable JSON file "
-            f"({where}{getattr(error, 'strerror', None) or error}){_alike(key)}"
+            f"({where}{getattr(error, 'strerror', None) or error})"
+            + _alike(name, key, isinstance(error.__cause__, FileNotFoundError))
         ) from error
     if not isinstance(found, dict):
         raise ValueError(f"config={shown(name)} holds a {type(found).__name__}, not an object")
     return found
 
 
-def _alike(key: str) -> str:
-    """Returns a hint at the presets with a name like this one, or at all of them."""
-    if near := difflib.get_close_matches(key[:100], preset_names(), n=3, cutoff=0.5):
-        return f"; did you mean {' or '.join(near)}?"
-    if "." in key:
+def _alike(name: str, key: str, missing: bool) -> str:
+    """Returns a hint at the presets with a name like this one, and at how to get a file."""
+    near = difflib.get_close_matches(key[:100], preset_names(), n=3, cutoff=0.5)
+    if key.endswith(".json") or not (near or missing):
         return ""
-    return (
-        "; nothing is downloaded: give the path of the model's config.json, or one of the presets "
-        f"{', '.join(preset_names())}"
+    model = name if ORGANIZED.fullmatch(name) else "ORGANIZATION/MODEL"
+    how = (
+        f"nothing is downloaded here; `hf download {model} config.json` prints the path of the "
+        f"file that it fetches, or take it from https://huggingface.co/{model}"
     )
+    if near:
+        return f"; did you mean {' or '.join(near)}? If not, {how}"
+    return f"; {how}. The presets are {', '.join(preset_names())}"

@@ -1,7 +1,8 @@
 """The spec of every layer, read from a configuration. No jax."""
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from jaxkv._src.hf_config._build import Layers, Options
@@ -14,6 +15,8 @@ from jaxkv._src.internal.checks import check_choice, check_count, check_positive
 from jaxkv._src.specs import CacheMode, EncoderOnlySpec, LayerSpec, SharedKVSpec
 
 DEFAULTS = Options()
+CLASS_ENDING = re.compile(r"(For\w+|Model|LMHeadModel)$")  # Qwen3MoeForCausalLM
+SEPARATORS = re.compile(r"[^a-z0-9]")
 
 
 def layers_from_config(
@@ -90,12 +93,34 @@ def _not_understood(config: Config, model_type: str) -> ValueError:
         )
     named = config.get("model_type") if inner_config(config) is None else model_type
     known = [*FAMILIES, *WRAPPERS]
-    nearest = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5) or known[:1]
+    nearest = _nearest(model_type, config.get("architectures"), known) or known[:1]
     return ValueError(
         f"model_type={named!r} (architectures="
         f"{config.get('architectures')}) is not understood; the nearest of {len(known)} that are: "
         f"{', '.join(nearest)}. {by_hand}"
     )
+
+
+def _nearest(model_type: str, architectures: object, known: Sequence[str]) -> list[str]:
+    """Returns up to five of the known model types like this one, or like its architectures.
+
+    Args:
+      model_type: what the file names.
+      architectures: names of classes, such as ``["Qwen3MoeForCausalLM"]``; anything else counts as
+        none.
+      known: the model types that are understood.
+    """
+    classes = architectures if isinstance(architectures, Sequence) else ()
+    plain = {SEPARATORS.sub("", name): name for name in reversed(known)}
+
+    def near(word: str, cutoff: float) -> list[str]:
+        word = SEPARATORS.sub("", word[:100].lower())
+        return [plain[name] for name in difflib.get_close_matches(word, plain, 5, cutoff)]
+
+    found = near(model_type, 0.7)
+    for name in classes[:4]:
+        found += near(CLASS_ENDING.sub("", str(name)[:100]), 0.5)
+    return list(dict.fromkeys(found + near(model_type, 0.5)))[:5]
 
 
 def shipped_dtype(config: Config) -> str | None:

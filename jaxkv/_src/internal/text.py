@@ -22,6 +22,12 @@ def readable(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.2f} KiB"
 
 
+def gib(num_bytes: float) -> str:
+    """Returns bytes as ``"6.04 GiB"``, with two significant digits below 0.1 GiB."""
+    size = num_bytes / 2**30
+    return f"{size:,.2f} GiB" if size >= 0.1 or not size else f"{size:.2g} GiB"
+
+
 def describe_unused(unused: Sequence[int]) -> str:
     """Returns a text on the bytes of a block that carry no data, given per group."""
     least, most = min(unused, default=0), max(unused, default=0)

@@ -1,23 +1,26 @@
 """The memory of GPUs, and the part of it that is left for a cache. No jax."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from jaxkv._src.cli.amounts import gib
-from jaxkv._src.hf_config import Weights
+from jaxkv._src.hf_config import Weights, count_weights
+from jaxkv._src.internal.checks import check_flag, check_kind, check_number
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.internal.text import shown
+from jaxkv._src.internal.text import gib, shown
 
 # GiB that CUDA gives a process: the total of `cudaMemGetInfo`; engines take a share of it. These
 # are the smallest totals seen in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of
-# 139.80 GiB"). nvidia-smi also counts the driver's own memory: 143,771 MiB on an H200.
+# 139.80 GiB"). nvidia-smi also counts the driver's own memory: 143,771 MiB on an H200. Of GB10 (DGX
+# Spark) and VR200 none was seen: it is what nvidia-smi tells less what the driver reserves.
 GPUS = {
     "a10": "22.04",
     "a100-40g": "39.39",
     "a100-80g": "79.14",
     "b200": "178.35",
     "b300": "267.69",
+    "gb10": "119.67",
+    "gb200": "184.31",
     "gb300": "276.50",
     "gh200": "94.50",
     "h100": "79.10",
@@ -28,6 +31,7 @@ GPUS = {
     "rtx4090": "23.52",
     "rtx5090": "31.34",
     "rtx-pro-6000": "94.97",
+    "vr200": "278.56",
 }
 GIB = 2**30
 
@@ -38,13 +42,14 @@ def gpu_bytes(name: str) -> int:
     Raises:
       ValueError: the GPU is not in the table.
     """
+    check_kind(str, "the name of a GPU", gpu=name)
     key = name.lower()
     if key.endswith("gb"):  # a100-80gb
         key = key[:-1]
     if key not in GPUS:
         raise ValueError(
-            f"--gpu={shown(name)} is not in the table: {', '.join(sorted(GPUS))}. For another GPU, "
-            "give the bytes that are left for the cache, such as --memory 71.3GiB"
+            f"gpu={shown(name)} is not in the table: {', '.join(sorted(GPUS))}. For another GPU, "
+            "give the bytes that are left for the cache"
         )
     return int(Fraction(GPUS[key]) * GIB)
 
@@ -95,10 +100,10 @@ class Budget:
         weights = self.weights_per_gpu(tensor_parallel, pipeline_parallel)
         if max(weights) >= usable:
             raise NoMemoryLeftError(
-                f"--gpu={self.gpu} has no memory for a cache: {gib(usable)} at "
-                f"--utilization={float(self.utilization):g}, and weights of "
+                f"gpu={self.gpu} has no memory for a cache: {gib(usable)} at "
+                f"utilization={float(self.utilization):g}, and weights of "
                 f"{fullest_text(weights, tensor_parallel)}; divide them among more GPUs "
-                "(--tensor-parallel, --pipeline-parallel)"
+                "(tensor_parallel, pipeline_parallel)"
             )
         return tuple(usable - size for size in weights)
 
@@ -117,3 +122,43 @@ def fullest_text(weights: Sequence[int], tensor_parallel: int) -> str:
         return f"{gib(most)} on each of {gpus} GPUs"
     where = f"stage {weights.index(most)}, the fullest of {len(weights)}"
     return f"{gib(most)} on {'each GPU of ' if tensor_parallel > 1 else ''}{where}"
+
+
+def memory_for(
+    gpu: str,
+    config: Mapping[str, object],
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    utilization: float = 0.9,
+    drafts: bool = False,
+) -> tuple[int, ...]:
+    """Returns the bytes for a cache on a GPU of each pipeline stage, next to the model's weights.
+
+    The memory that ``python -m jaxkv plan --gpu`` plans with::
+
+        config = jaxkv.load_config("qwen3-32b")
+        memory = jaxkv.planning.memory_for("h100", config, tensor_parallel=2)
+        layers = jaxkv.layers_from_config(config, tensor_parallel=2)
+        plan = jaxkv.plan_cache(layers, memory, max_model_len=40960, request_len=4096)
+
+    Args:
+      gpu: its name, such as ``"h100"``; ``python -m jaxkv plan --help`` lists them.
+      config: the content of a ``config.json``.
+      tensor_parallel: ranks among which heads and weights are divided.
+      pipeline_parallel: stages among which layers are divided.
+      utilization: the engine's share of the GPU, more than 0.0 and up to 1.0.
+      drafts: whether to count the layers that draft tokens.
+
+    Raises:
+      TypeError: an argument of the wrong type.
+      ValueError: an unknown GPU, weights that cannot be counted, or that leave no memory.
+    """
+    check_kind(str, "the name of a GPU", gpu=gpu)
+    check_number(utilization=utilization)
+    check_flag(drafts=drafts)
+    if not 0 < utilization <= 1:
+        raise ValueError(f"utilization={utilization} must be more than 0.0 and up to 1.0")
+    share, weights = Fraction(str(utilization)), count_weights(config, drafts=drafts)
+    budget = Budget(gpu=gpu, utilization=share, weights=weights)
+    return budget.for_cache(tensor_parallel, pipeline_parallel)
