@@ -52,7 +52,6 @@ from jaxkv._src.uploads import StepShape, TableEntry, pack_step
 from jaxkv.testing import (
     ReferenceTables,
     assert_in_place,
-    assert_no_recompilation,
     strategies,
 )
 from tests.helpers import as_ids
@@ -515,22 +514,6 @@ def test_states_have_no_slots() -> None:
 
 
 # --- jax ------------------------------------------------------------------------------
-
-
-def test_a_thousand_random_updates_compile_nothing_after_the_first() -> None:
-    rng = np.random.default_rng(0)
-    cache = append(full_rows(), packed(entry(0, [1])))
-    data = upload_of([0], [4], [3]).data[SHAPE.format.batch_fields]
-    views(gather(cache, data, shape=SHAPE)[0])
-    with assert_no_recompilation():
-        for _ in range(1000):
-            row, ids = int(rng.integers(ROWS)), rng.integers(1, 60, rng.integers(7)).tolist()
-            cache = append(cache, packed(entry(row, ids)))
-        batch, _ = gather(
-            cache, upload_of([row], [1], [2]).data[SHAPE.format.batch_fields], shape=SHAPE
-        )
-        views(batch)
-    assert row_of(cache, row) == ids
 
 
 def test_appending_in_a_donating_jit_copies_no_table() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
@@ -27,7 +27,6 @@ from jaxkv._src.specs import (
     StateSpec,
 )
 from jaxkv._src.uploads import StepShape, TableEntry
-from jaxkv.testing import strategies
 from tests.helpers import hybrid_plan
 from tests.layer_examples import Layers
 from tests.simulation.traffic import Watched
@@ -135,45 +134,8 @@ def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled(num_blocks: in
 STATE = {"shapes": ((2,),), "dtypes": ("f32",)}
 
 
-# --- admission ------------------------------------------------------------------------
-
-PLANS = strategies.plans()
-CHUNKS = st.integers(1, strategies.LIMITS.max_in_flight_tokens)
-
-
 def held_columns(manager: BlockManager, name: object) -> list[set[int]]:
     return [{c for c, i in enumerate(ids) if i} for ids in manager.block_ids(name)]
-
-
-@given(PLANS, st.data())
-def test_an_admitted_request_never_runs_out_of_blocks(plan: Plan, data: st.DataObject) -> None:
-    """The longest request runs alone, in random chunks with random rejected drafts."""
-    manager = BlockManager(plan, max_requests=1)
-    length, charged = plan.max_model_len, plan.blocks_per_group(plan.max_model_len)
-    encoder = data.draw(st.integers(0, strategies.LIMITS.max_encoder_tokens))
-    manager.start("r", encoder_tokens=encoder)
-    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=length)
-    growths = [group.growth for group in plan.groups]
-    drafts = min([g.speculative_blocks for g in growths if g.stores == "state"], default=3)
-    computed = 0
-    while computed < length:
-        count = min(data.draw(CHUNKS), length - computed)
-        upload = manager.step(shape, {"r": count})
-        assert shape.format.split(upload.data)["num_computed_tokens"][0] == computed
-        held = held_columns(manager, "r")
-        for growth, columns, bound in zip(growths, held, charged, strict=True):
-            live = growth.live_blocks(computed, computed + count, encoder_tokens=encoder)
-            assert set(live) <= columns and len(columns) <= bound
-        rejected = data.draw(st.integers(0, min(drafts, count - 1)))
-        computed += count - rejected
-        try:
-            manager.rewind({"r": computed})
-        except ValueError:  # the step has overwritten that state
-            computed += rejected
-    assert all(
-        len(row) <= width
-        for row, width in zip(manager.block_ids("r"), plan.row_blocks, strict=True)
-    )
 
 
 # --- steps ----------------------------------------------------------------------------
@@ -205,16 +167,6 @@ def running(plan: Plan | None = None, tokens: int = 8) -> tuple[BlockManager, St
     manager.start("r")
     manager.step(shape, {"r": tokens})
     return manager, shape
-
-
-def test_a_step_grows_all_requests_or_none() -> None:
-    manager, shape = running(small_plan({"a": FULL}, 12, max_model_len=30))
-    manager.start("s")
-    manager.step(shape, {"s": 9})
-    manager.step(shape, {"s": 9})
-    with unchanged(manager), pytest.raises(OutOfBlocksError, match="5 blocks needed and 4 free"):
-        manager.step(shape, {"r": 9, "s": 7})
-    manager.step(shape, {"r": 9})
 
 
 @pytest.mark.parametrize(
@@ -264,35 +216,6 @@ def test_a_ring_without_a_buffer_of_the_right_size_changes_nothing() -> None:
     with unchanged(manager), pytest.raises(ValueError, match="broadcast"):
         manager.step(shape, {"r": 5}, ring=ShortRing())
     manager.step(shape, {"r": 5})
-
-
-@given(st.data())
-@settings(max_examples=40)
-def test_every_step_within_its_limits_fits_the_shape_of_the_plan(data: st.DataObject) -> None:
-    """Serves random requests with random plans, in shapes from `StepShape.for_plan`."""
-    plan = data.draw(strategies.plans(max_spare=3))
-    rows, most = data.draw(st.sampled_from([1, 2, 4])), plan.limits.max_in_flight_tokens
-    tokens = data.draw(st.sampled_from([1, 3, 2 * most]))
-    shape = StepShape.for_plan(plan, max_requests=rows, max_tokens=tokens)
-    manager, names, length = BlockManager(plan, max_requests=rows), itertools.count(), {}
-    for action in data.draw(st.lists(st.integers(0, 9), max_size=40)):
-        if action < 2 and len(length) < rows:
-            length[name := next(names)] = 0
-            manager.start(name, encoder_tokens=plan.limits.max_encoder_tokens)
-        elif action == 2 and length:
-            manager.finish(gone := next(iter(length)))
-            del length[gone]
-        work, left = {}, tokens
-        for name in list(length)[: shape.batch_size]:
-            room = min(left, shape.max_query_len, plan.max_model_len - length[name])
-            if room:
-                work[name] = data.draw(st.integers(1, room))
-                left -= work[name]
-        try:
-            manager.step(shape, work)
-        except OutOfBlocksError:
-            continue
-        length = {name: count + work.get(name, 0) for name, count in length.items()}
 
 
 def test_shapes_have_room_for_zeroing_only_if_the_plan_zeroes_blocks() -> None:
@@ -480,36 +403,6 @@ def test_fifteen_of_sixteen_decode_steps_change_no_table() -> None:
 # --- forks ----------------------------------------------------------------------------
 
 
-def test_forks_share_a_block_until_one_of_them_writes_into_it() -> None:
-    plan = small_plan({"a": FULL, "b": WINDOW})
-    manager, shape = running(plan, 6)
-    shape = dataclasses.replace(shape, block_copies=8)
-    before = manager.num_free_blocks
-    manager.fork("r", ["s", "t"])
-    assert manager.block_ids("s") == manager.block_ids("t") == manager.block_ids("r")
-    assert manager.num_free_blocks == before
-    upload = manager.step(shape, {"s": 1, "r": 1})
-    parts = shape.format.split(upload.data)
-    assert (parts["copy_sources"] >= 0).sum() == 4  # the half-full block of each group, twice
-    rows = [manager.block_ids(name) for name in "rst"]
-    for group in range(2):
-        tails = {row[group][1] for row in rows}
-        assert len(tails) == 3 and len({row[0][0] for row in rows}) == 1
-    upload = manager.step(shape, {"t": 1})  # the last holder keeps the block
-    assert (shape.format.split(upload.data)["copy_sources"] < 0).all()
-
-
-def test_copies_that_several_calls_of_grow_left_are_made_group_by_group() -> None:
-    manager, shape = running(small_plan({"a": FULL, "b": WINDOW}), 6)
-    manager.fork("r", ["s", "t"])
-    for name in "st":
-        manager.grow({name: 1})
-    parts = manager.step(dataclasses.replace(shape, block_copies=4), {"s": 1, "t": 1}).parts()
-    assert parts["copy_ends"].tolist() == [2, 4]
-    for group, copied in enumerate(np.split(parts["copy_destinations"], 2)):
-        assert {*copied.tolist()} == {manager.block_ids(name)[group][1] for name in "st"}
-
-
 @pytest.mark.parametrize("num_free", range(4))
 def test_a_request_overwrites_what_is_kept_if_no_block_is_left_for_a_copy(num_free: int) -> None:
     plan = small_plan({"a": FULL})
@@ -589,21 +482,6 @@ def test_the_device_learns_of_a_copy_of_a_copy_with_the_upload_that_makes_both()
     manager.step(shape, {"u": 1})
     for name in "rt":
         assert not manager.step(shape, {name: 1}).parts()["entry_ids"].size
-
-
-@pytest.mark.parametrize("count", [8, 7, 4, 3, 0])
-def test_a_rewind_to_where_a_copied_block_begins_leaves_no_copy(count: int) -> None:
-    manager, shape = running(small_plan({"a": FULL}), 9)
-    manager.fork("r", ["s"])
-    manager.grow({"r": 1})  # copies the block of the last token
-    manager.rewind({"r": count})
-    shape = dataclasses.replace(shape, block_copies=int(count % 4 > 0))
-    parts = manager.step(shape, {"r": 9}).parts()
-    (own,), (shared,) = manager.block_ids("r"), manager.block_ids("s")
-    at, num_copies = count // 4, int(count % 4 > 0)
-    assert own[:at] == shared[:at]
-    assert parts["copy_sources"].tolist() == list(shared[at : at + num_copies])
-    assert parts["copy_destinations"].tolist() == list(own[at : at + num_copies])
 
 
 @pytest.mark.parametrize(("rewound", "readers"), [("r", ""), ("rt", ""), ("r", "t")])

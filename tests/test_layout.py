@@ -409,31 +409,6 @@ def test_extents_cut_to_a_layer_lead_to_the_same_bytes(head_step) -> None:
             assert (cut.extent_bytes, cut.start_bytes, cut.data_bytes) == (data, 0, data)
 
 
-def test_tiles_give_kernels_with_heads_first_their_view() -> None:
-    """Blocks of 1,040 tokens, as hybrid models have, and kernels of 16 that want HND."""
-    spec = FullAttentionSpec(block_size=1040, num_kv_heads=4, head_size=64)
-    tiled, place = PhysicalOrder("HND", tile_tokens=16), PagePlacement(3)
-    view = tiled.view(spec, place, kernel_block_size=16)
-    assert view.axes == "BHNC" and view.shape == (3 * 65, 4, 16, 128)
-    assert view.strides_bytes == (2 * 4 * 16 * 128, 2 * 16 * 128, 2 * 128, 2)
-    with pytest.raises(ValueError, match=r"HNC cannot be read as 1 kernel .*byte_view"):
-        tiled.view(spec, place)
-    moved = tiled.byte_view(spec, place)
-    assert (moved.shape, moved.strides_bytes[0]) == ((3, 1, 65, 4 * 16 * 256), spec.page_bytes)
-
-
-@pytest.mark.parametrize("order", ["LBNHC", "LHBNC", "NHD"])
-@pytest.mark.parametrize("num_layers", [1, 36])
-def test_connectors_see_one_shape_whatever_the_kernels_want(order, num_layers) -> None:
-    """vLLM gave connectors blocks of 128, or kernel blocks of 64, by the path taken."""
-    size = select_kernel_block_size(128, FLASH)
-    assert size == 64 and blocks_per_kv_block(QWEN, size) == 2
-    place = PagePlacement(10, num_layers)
-    kernel = PhysicalOrder(order).view(QWEN, place, kernel_block_size=size)
-    assert kernel.shape[kernel.block_axis] == 20 and kernel.num_blocks == 10
-    assert kernel.whole_blocks() == PhysicalOrder(order).view(QWEN, place)
-
-
 def test_a_split_compressed_block_has_as_many_kernel_blocks_in_tensor_and_table() -> None:
     """vLLM's tables expanded such ids where its tensor had whole blocks only."""
     spec = MLASpec(block_size=512, head_size=8, compress_ratio=4)

@@ -162,21 +162,6 @@ def test_a_view_is_the_buffer_itself_and_goes_back(case: Case) -> None:
     assert view[1, 0].all() and view.sum() == view[1, 0].size
 
 
-@pytest.mark.parametrize(("order", "shape"), [("NHD", (20, 64, 8, 32)), ("HND", (20, 8, 64, 32))])
-def test_blocks_of_128_serve_kernels_of_64(order, shape) -> None:
-    """Connectors and kernels were given one shape or the other; each has its own here."""
-    spec = cases.attention(128, num_kv_heads=8, head_size=16)
-    plan = cases.planned({"a": spec}, 10)
-    cache = jaxkv.make_cache(plan, max_requests=1, order=order, kernel_block_sizes=[64])
-    kernel, moved = describe_layer(cache, "a"), describe_bytes(cache, "a")
-    assert kernel.shape == jax.eval_shape(lambda c: jaxkv.layer_view(c, "a"), cache).shape == shape
-    assert (kernel.blocks_per_kv_block, kernel.num_blocks) == (2, 10)
-    assert (moved.shape[0], moved.strides_bytes[0]) == (10, spec.page_bytes)
-    if order == "NHD":  # rows run on: there is nothing to cut
-        assert cache.layout.buffers.tiles == (None,)
-        assert kernel.whole_blocks() == describe_layer(cache, "a", ids="manager")
-
-
 ONES = jnp.ones((26, 4, 2, 6), jnp.bfloat16)
 
 
