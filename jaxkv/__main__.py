@@ -30,12 +30,18 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jaxkv")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "that is not installed"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, and returns its exit status; 2 means a refusal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(prog="python -m jaxkv", description="Paged KV caches for JAX.")
-    version = f"jaxkv {importlib.metadata.version('jaxkv')}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="version", version=f"jaxkv {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = None
     for name, (module, text) in COMMANDS.items():
