@@ -25,7 +25,7 @@ from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
 from tests.hosts.demo import demo_engine, serve_demo, tokens_of
 from tests.hosts.engine import Engine, Report
 from tests.hosts.processes import ROOT, TIMEOUT_S, Scene, num_gpus
-from tests.hosts.small import serve_small, small_plan
+from tests.hosts.small import generate, serve_small, small_plan
 
 two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="compares with two devices of one")
 
@@ -69,6 +69,11 @@ def test_processes_serve_the_tokens_of_one_device(how, seed, count, served) -> N
         assert tokens_of(result) == tokens_of(expected)
         for name, rows in result["logits"].items():
             np.testing.assert_allclose(rows, expected["logits"][name], rtol=0, atol=1e-4)
+
+
+def test_an_engine_in_each_of_two_processes_draws_the_tokens_of_one_device(served) -> None:
+    wanted = generate(make_mesh((1,), ("heads",)))
+    assert [result["engine"] for result in served[:2]] == [wanted] * 2
 
 
 @two_devices

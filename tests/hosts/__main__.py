@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 import jaxkv
 from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
 from tests.hosts.demo import broadcasting, checked, demo_engine, receive, serve_demo
-from tests.hosts.small import TOKENS, serve_small, small_plan
+from tests.hosts.small import TOKENS, generate, serve_small, small_plan
 
 
 def serve(index: int) -> dict[str, Any]:
@@ -31,6 +31,7 @@ def serve(index: int) -> dict[str, Any]:
     result: dict[str, Any] = {"small": serve_small(mesh, replica, nap=replica == 0)}
     result["refused"] = refusals(Mesh(np.delete(replicas, index), ("heads",)))
     if replica == 0:
+        result["engine"] = generate(mesh)
         context, result["planted"] = make_mesh((2,), ("context",)), []
         compared = functools.partial(checked, context, index == WRONG, result["planted"])
         result["compared"] = serve_demo(demo_engine(context, "context"), 0, compared)

@@ -1,4 +1,4 @@
-"""A cache that forks, copies, zeroes and sleeps, over any mesh."""
+"""A cache that forks, copies, zeroes and sleeps, and an engine, over any mesh."""
 
 import dataclasses
 import functools
@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
+from tests.engine_models import forward, make_params, make_plan
 
 HEADS, SIZE, TOKENS = 4, 4, 8
 
@@ -74,6 +75,17 @@ def serve_small(mesh: Mesh, seed: int = 0, nap: bool = True) -> dict[str, Any]:
         step({"d": 1})
         jaxkv.check_errors(cache)
     return {"outs": outs, "cache": kept, "programs": small_step._cache_size()}
+
+
+def generate(mesh: Mesh) -> list[list[int]]:
+    """Returns the tokens of an engine, two samples of each prompt."""
+    plan = make_plan(("full",), ranks=mesh.size)
+    cache = jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads")
+    params = jax.device_put(make_params(), NamedSharding(mesh, PartitionSpec()))
+    engine = jaxkv.Engine(forward, params, plan, max_requests=4, max_tokens=16, cache=cache)
+    sampling = jaxkv.Sampling(max_tokens=7, n=2, temperature=0.8, seed=5)
+    outputs = engine.generate([[1, 2, 3], [4, 5], [6] * 9], sampling)
+    return [o.tokens for o in sorted(outputs, key=lambda o: (o.request, o.sample))]
 
 
 def parts_of(array: jax.Array, mesh: Mesh) -> dict[int, np.ndarray]:
