@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv._src.engine._device import OF_SEVERAL
 from jaxkv._src.step._apply import _shared
 from jaxkv.cache import CacheFlags
 from jaxkv.testing import assert_in_place
@@ -323,7 +324,7 @@ def test_the_batch_of_a_step_outlives_the_donated_cache() -> None:
 
 def test_xla_knows_the_options_for_programs_with_a_pool() -> None:
     """It refuses an option of another name."""
-    known = jaxkv.step.COMPILER_OPTIONS
+    known = jaxkv.step.COMPILER_OPTIONS | OF_SEVERAL
     assert jax.jit(jnp.negative, compiler_options=known)(1.0) == -1
     unknown = {f"{name}_of_old": value for name, value in known.items()}
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):

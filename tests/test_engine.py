@@ -476,6 +476,8 @@ def engine_on_two_devices() -> jaxkv.Engine:
         ring = jaxkv.UploadRing(device=same)
         patch.setattr(Device, "ring", lambda self, depth: ring)
         params = jax.device_put(make_params(), same)
+        columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "heads"))
+        params["head"] = jax.device_put(params["head"], columns)  # and so are the logits
         return jaxkv.Engine(forward, params, plan, cache=cache, **SIZES)
 
 

@@ -16,9 +16,11 @@ from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.engine._logprobs import most_likely, next_tokens, prompt_logprobs
 from jaxkv._src.engine._model import Model, apply_head
 from jaxkv._src.engine._outputs import StepOptions
+from jaxkv._src.engine._placement import without_mesh
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
 from jaxkv._src.engine._samples import RECORD_SIZE
+from jaxkv._src.internal.mesh import with_auto_axes
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
 from jaxkv._src.offload import Transfers
 from jaxkv._src.offload.host_blocks import HostBlocks, TransferError
@@ -31,6 +33,13 @@ State = tuple[KVCache, Array]  # and int32[N], see `Device`; between two calls
 Arrays = dict[str, Any]  # of a call by name; each array costs the host 2 to 5 us
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
+# Of steps over several devices: NCCL adds up 512 KB on two H200s in 11 us, and a kernel of XLA's in
+# 23, with the copy that pads its input. What is asynchronous divides a step into more CUDA graphs,
+# each of which the host has to start.
+OF_SEVERAL = {
+    "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False,
+    "xla_gpu_disable_async_collectives": "ALLREDUCE",
+}
 _OWNERS: "weakref.WeakSet[Device]" = weakref.WeakSet()  # engines' devices, by whose cache they have
 
 
@@ -52,7 +61,7 @@ class Device:
           cache: from `make_cache`, which is donated.
           num_sampled: tokens of the latest steps to keep for the steps that follow.
         """
-        self._model, self.params, self.options = model, params, StepOptions()
+        self._model, self.options = model, StepOptions()
         self.vocab_size, self.has_side, self.host_blocks = 0, False, HostBlocks()
         self._kinds = _kinds_of(params)
         check_cache(cache)
@@ -61,13 +70,15 @@ class Device:
         self._template, self.may_be_lost = CacheTemplate.from_cache(cache), False
         first, *others = cache.status.devices()
         self._only = None if others else first
+        self.params = self.plain(params)
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
         # of one that no step shall go on from. They have the sharding of what steps return.
         self._num_sampled, self._sharding = num_sampled, cache.status.sharding
         self._sampled: Any = self._none_sampled()
         jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="options")
-        flags = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
-        self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | f) for f in flags]
+        flags = COMPILER_OPTIONS | (OF_SEVERAL if others else {})
+        both = [flags | {"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
+        self.steps = [jit(self._run_steps, compiler_options=one) for one in both]
 
     def run(self, uploads: Uploads, wants: int = 0) -> Arrays:
         """Starts steps, and returns what they will compute; see `_run_steps`.
@@ -165,26 +176,9 @@ class Device:
             if kind != (was := self._kinds[name]):
                 raise ValueError(f"{name} is {kind}; the engine was made with {was}")
 
-    def placed(self, params: Any) -> Any:
-        """Returns weights sharded as those before: other shardings would compile steps anew."""
-
-        def is_elsewhere(new: Any, old: Any) -> bool:
-            both = isinstance(new, Array) and isinstance(old, Array)
-            return (
-                both and old.committed and not old.sharding.is_equivalent_to(new.sharding, new.ndim)
-            )
-
-        leaves, tree = jax.tree.flatten(params)
-        olds = jax.tree.leaves(self.params)
-        moved = [
-            at for at, pair in enumerate(zip(leaves, olds, strict=True)) if is_elsewhere(*pair)
-        ]
-        places = [olds[at].sharding for at in moved]
-        for at, leaf in zip(
-            moved, jax.device_put([leaves[at] for at in moved], places), strict=True
-        ):
-            leaves[at] = leaf
-        return tree.unflatten(leaves)
+    def plain(self, params: Any) -> Any:
+        """Returns weights as steps take them; see `without_mesh`."""
+        return without_mesh(params, self._only)
 
     def ring(self, decode_steps: int) -> UploadRing | None:
         """Returns a ring of page-locked uploads, for a cache on GPUs."""
@@ -245,17 +239,19 @@ class Device:
             context.batch.extra[shape.max_tokens :], [shape.batch_size * RECORD_SIZE]
         )
         cache, of = computed.step.done(), fields_of(records)
-        tokens, logprobs = draw(logits, of, options.kind)
+        index, draw_kind = of["index"][:, 0], functools.partial(draw, kind=options.kind)
+        tokens, logprobs = with_auto_axes(draw_kind, logits, of)
         sampled = tokens
         if has_ended is not None:
             is_last = (tokens[:, None] == of["stops"]).any(axis=1)
-            sampled = jnp.where(is_last | has_ended[of["index"][:, 0]], -1, tokens)
+            sampled = jnp.where(is_last | has_ended[index], -1, tokens)
         sampled = lax.dynamic_update_slice(state[1], sampled, of["offset"][0])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
         flags = cache.error_flags[None]
         out: dict[str, Any] = {"sampled": jnp.concatenate([tokens, bits, flags])}
         if options.num_top:
-            out["top"] = most_likely(logits[of["index"][:, 0]], options.num_top)
+            top = functools.partial(most_likely, count=options.num_top)
+            out["top"] = with_auto_axes(lambda logits, at: top(logits[at]), logits, index)
         if options.num_prompt_top >= 0 and (head := self._model.head) is not None:
             given = computed.hidden, next_tokens(context, targets), options.num_prompt_top
             out["prompt"] = prompt_logprobs(functools.partial(apply_head, head, params), *given)

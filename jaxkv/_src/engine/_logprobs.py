@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxkv._src.internal.mesh import with_auto_axes
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.step import StepContext
 
@@ -54,8 +55,10 @@ def prompt_logprobs(
     """
 
     def of_piece(piece: tuple[Array, Array]) -> Array:
-        rows, wanted = piece
-        logits = head(rows).astype(jnp.float32)
+        return with_auto_axes(of_logits, head(piece[0]), piece[1])
+
+    def of_logits(logits: Array, wanted: Array) -> Array:
+        logits = logits.astype(jnp.float32)
         picked = jnp.take_along_axis(logits, wanted[:, None], axis=-1)
         picked = picked - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         bits, top = lax.bitcast_convert_type(picked, jnp.int32), most_likely(logits, num_top)

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 from jaxkv._src.engine._calls import Calls
 from jaxkv._src.engine._device import Uploads
 from jaxkv._src.engine._outputs import PROMPT
+from jaxkv._src.engine._placement import placed_like
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.internal.checks import check_choice
 from jaxkv._src.sleeping import sleep, wake_up
@@ -16,7 +17,7 @@ def set_params(calls: Calls, params: object, in_flight: InFlight) -> None:
     """Takes new weights; see `Engine.update`."""
     check_choice(get_args(InFlight), in_flight=in_flight)
     calls.device.check_like(params)
-    params = calls.device.placed(params)
+    params = placed_like(calls.device.plain(params), calls.device.params)
     calls.settle()
     samples, calls.is_broken = calls.packer.samples, True
     calls.starts_over = in_flight == "restart"

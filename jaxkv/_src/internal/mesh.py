@@ -39,6 +39,20 @@ def check_not_explicit(*trees: Any) -> None:
                 )
 
 
+def with_auto_axes[T](function: Callable[..., T], *args: Any) -> T:
+    """Calls a function, and returns its arrays with all elements on every device.
+
+    Where arguments are sharded over explicit axes, XLA chooses how to divide the work.
+    """
+    for leaf in jax.tree.leaves(args):
+        sharding = jax.typeof(leaf).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
+            same = NamedSharding(sharding.mesh, PartitionSpec())
+            with jax.sharding.use_abstract_mesh(sharding.mesh):
+                return jax.sharding.auto_axes(function, out_sharding=same)(*args)
+    return function(*args)
+
+
 def on_every_device(
     function: Callable[..., Any], mesh: Mesh | None, in_specs: Specs, out_specs: Specs, *args: Any
 ) -> Any:
