@@ -34,8 +34,8 @@ Arrays = dict[str, Any]  # of a call by name; each array costs the host 2 to 5 u
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
 # Of steps over several devices: NCCL adds up 512 KB on two H200s in 11 us, and a kernel of XLA's in
-# 23, with the copy that pads its input. What is asynchronous divides a step into more CUDA graphs,
-# each of which the host has to start.
+# 13, or 23 with a copy that pads its input. What is asynchronous divides a step into more CUDA
+# graphs, each of which the host has to start.
 OF_SEVERAL = {
     "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False,
     "xla_gpu_disable_async_collectives": "ALLREDUCE",

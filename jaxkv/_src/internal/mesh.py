@@ -39,7 +39,7 @@ def check_not_explicit(*trees: Any) -> None:
                 )
 
 
-def with_auto_axes[T](function: Callable[..., T], *args: Any) -> T:
+def with_auto_axes(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function, and returns its arrays with all elements on every device.
 
     Where arguments are sharded over explicit axes, XLA chooses how to divide the work.
