@@ -19,12 +19,13 @@ import pytest
 
 import jaxkv
 from jaxkv import Output, Stats
-from jaxkv._src.engine import _device, _logprobs
+from jaxkv._src.engine import _device, _engine, _logprobs, _shape_buckets
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._outputs import Kind
 from jaxkv._src.engine._sampler import _keep, _scaled, draw, fields_of
 from jaxkv._src.engine._samples import RECORD, record_of
 from jaxkv._src.internal.numbers import MAX_SAMPLES
+from jaxkv._src.prefixes import _beginnings
 from jaxkv.testing import count_compilations
 from tests.engine_models import (
     SPECS,
@@ -269,9 +270,10 @@ def test_an_abort_leaves_no_number_for_what_was_not_computed() -> None:
     assert second.top_logprobs.logprobs.shape == (0, 1)
 
 
-def test_what_an_engine_is_given_reaches_its_parts() -> None:
+def test_what_an_engine_is_given_reaches_its_parts(monkeypatch) -> None:
     """Also numbers among the weights, which are no arrays."""
     given = {"chunk_tokens": 3, "shared_prefixes": 2, "decode_steps": 2}
+    monkeypatch.setattr(_shape_buckets, "LEAST_SAVED_BYTES", 1)
     params = make_params() | {"scale": 2.0, "count": 3, "is_tied": True}
     seeds = []
     for seed in (5, 6, 5):
@@ -279,13 +281,49 @@ def test_what_an_engine_is_given_reaches_its_parts() -> None:
         engine.update(params | {"scale": 4.0, "count": 5, "is_tied": False})
         options = engine._scheduler._options
         assert (options.chunk_tokens, options.lookahead_steps, options.forks) == (3, 4, 4)
-        assert [shape.shared_prefixes for shape in engine._buckets.shapes] == [2, 0]
-        assert repr(engine) == f"Engine({engine._scheduler!r}, 2 shapes)"
+        assert [shape.shared_prefixes for shape in engine._buckets.shapes] == [0, 2, 0]
+        assert repr(engine) == f"Engine({engine._scheduler!r}, 3 shapes)"
         engine.add("r", [1], Sampling(temperature=1.0))
         seeds.append(engine._samples.of_request["r"][0].seed)
     assert seeds[0] == seeds[2] != seeds[1]
     with pytest.raises(ValueError, match=r"params\['scale'\] is int32\(\); .* with float32\(\)"):
         engine.update(params | {"scale": 4})
+
+
+@pytest.mark.parametrize("decode_steps", [1, 3])
+def test_groups_of_samples_read_what_they_share_where_that_pays(
+    decode_steps: int, monkeypatch
+) -> None:
+    """By default, where the device has kernels for it; others take steps without groups."""
+    layers, sizes = ("full", "latent"), {"plan": make_plan(("full", "latent")), "max_requests": 6}
+    monkeypatch.setattr(_engine, "default_implementation", lambda *kernels: "mosaic_gpu")
+    engine = made(**sizes, decode_steps=decode_steps)
+    assert not engine._buckets.shared, "prompts are too short"
+    monkeypatch.setattr(_shape_buckets, "LEAST_SAVED_BYTES", 2**12)
+    monkeypatch.setattr(_beginnings, "LEAST_TOKENS", 8)
+    assert not made(**sizes, shared_prefixes=0)._buckets.shared
+    assert not made(**sizes, reproducible=True)._buckets.shared
+    engine, found = made(**sizes, decode_steps=decode_steps), list[tuple[int, bool]]()
+    engine.warm_up(Sampling(temperature=1.0))
+    run_right = engine._device.run
+
+    def noted(uploads: Any, wants: int) -> Any:
+        if uploads[0].shape.max_query_len == 1:
+            groups = len(uploads[0].parts().get("prefix_lens", ()))
+            found.append((groups, bool(uploads[0].shape.shared_prefixes)))
+        return run_right(uploads, wants)
+
+    monkeypatch.setattr(engine._device, "run", noted)
+    sampled = Sampling(temperature=1.0, seed=1, max_tokens=8, logprobs=True)
+    alone = [([*range(at, at + 20)], sampled) for at in range(3)]
+    together = [([*range(30)], dataclasses.replace(sampled, n=4))]
+    with count_compilations() as compilations:
+        outputs = run(engine, alone)
+        assert found and not any(is_shared for _, is_shared in found)
+        of_group = run(engine, together)
+    assert (1, True) in found and not compilations
+    assert_right(outputs, alone, layers)
+    assert_right(of_group, together, layers)
 
 
 def test_a_sample_does_not_depend_on_the_batch() -> None:
@@ -1226,7 +1264,7 @@ MISTAKES = {
         ValueError,
         "forward returned tuple; it returns the logits of each request's last token",
     ),
-    "no prefixes": (lambda e: made(shared_prefixes=None), TypeError, "shared_prefixes must be an"),
+    "a flag": (lambda e: made(shared_prefixes=True), TypeError, "shared_prefixes must be an int"),
     "a small step": (
         lambda e: made(max_requests=8, max_tokens=4),
         ValueError,

@@ -47,14 +47,16 @@ SIZES: dict[str, Any] = {
 SIZES |= {"max_query_len": 8, "max_seq_len": 24}
 
 # The least value of each number that may be less than 1.
-LEAST = dict.fromkeys(
+LEAST: dict[str, int | None] = dict.fromkeys(
     "scale_bytes sink_tokens speculative_blocks max_encoder_tokens speculative_tokens forks extra "
     "usable_blocks cached_tokens shared_prefixes max_cached_tokens encoder_tokens start sequence "
-    "lookahead_steps rank worker layer page_offset_bytes seed BlockManager.fork.num_tokens "
+    "lookahead_steps rank worker layer page_offset_bytes seed groups logprobs prompt_logprobs "
+    "BlockManager.fork.num_tokens "
     "HostMemory.is_worth_it.num_tokens HostMemory.is_worth_it.num_bytes "
     "longest_model_len.max_model_len".split(),
     0,
 )
+LEAST |= {"priority": None}
 LEAST |= dict.fromkeys((f"Plan.{name}.num_tokens" for name in LENGTHS), 0)
 
 
@@ -174,6 +176,7 @@ def of_host(s: Served) -> Iterator[Call]:
     for call in (m.num_computed_tokens, m.block_ids, m.is_loading, m.num_swapped_tokens):
         yield call, {"request": "r"}
     yield m.grow, {"work": {"r": 1}}
+    yield m.shared_tokens, {"work": {"r": 1}, "groups": 0}
     yield m.step, {"shape": s.shape, "work": {"r": 1}, "extra": (), "ring": None}
     yield m.fork, {"donor": "r", "into": ("copy",), "num_tokens": None}
     yield m.rewind, {"num_tokens": {}}
@@ -220,7 +223,8 @@ def of_host(s: Served) -> Iterator[Call]:
     )
     yield prefixes.event_frames, {"sequence": 0, "payload": b"", "topic": ""}
     sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 1, "n": 1}
-    yield jaxkv.Sampling, sampling | {"max_tokens": 4, "stop_token_ids": (1,), "logprobs": False}
+    sampling |= {"logprobs": 1, "prompt_logprobs": 1, "side": True}
+    yield jaxkv.Sampling, sampling | {"max_tokens": 4, "stop_token_ids": (1,)}
 
 
 def of_device(s: Served) -> Iterator[Call]:
@@ -333,18 +337,20 @@ def kinds(annotation: Any) -> list[Any]:
     return [typing.get_origin(annotation) or annotation]
 
 
-def wrong_values(known: list[Any], value: Any, least: int) -> Iterator[Any]:
+def wrong_values(known: list[Any], value: Any, least: int | None) -> Iterator[Any]:
     """Yields values that are of none of these types, and the number below the least one."""
     is_array = jax.Array in known
     if not {type(None), Any, Hashable} & set(known):
         yield None
     for kind in known:
         if kind is int:
-            yield from ("4", 2.5, [4]) if is_array else ("4", 2.5, [4], True, least - 1)
+            yield from ("4", 2.5, [4])
+            yield from () if is_array or bool in known else (True,)
+            yield from () if is_array or least is None else (least - 1,)
         elif kind is float:
             yield from ("x", [1.0]) if is_array else ("x", [1.0], True)
         elif kind is bool:
-            yield from (1, "yes")
+            yield from ("yes",) if int in known else (1, "yes")
         elif kind is Literal:
             yield from ("nonsense", 3)
         elif kind is str:
@@ -377,7 +383,7 @@ def served() -> Served:
     return Served()
 
 
-def least_of(call: Callable[..., Any], name: str) -> int:
+def least_of(call: Callable[..., Any], name: str) -> int | None:
     return LEAST.get(f"{call.__qualname__}.{name}", LEAST.get(name, 1))
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv._src.blocks import BlockManager, RowWork
+from jaxkv._src.engine import _shape_buckets
 from jaxkv._src.engine._samples import RECORD, ModelFacts, Samples
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.engine._shape_buckets import PADDING, PADDING_OF_BACKLOG, READING, ShapeBuckets
@@ -25,7 +26,7 @@ def make(
     plan = plan_cache(LAYERS, num_bytes, max_model_len=2048)
     manager = BlockManager(plan, max_requests=max_requests)
     scheduler = Scheduler(manager, max_tokens=max_tokens)
-    return manager, scheduler, ShapeBuckets(scheduler, max_requests, max_tokens)
+    return manager, scheduler, ShapeBuckets(plan, scheduler, max_requests, max_tokens)
 
 
 # By max_requests and max_tokens, the requests of decodes and the tokens of other steps.
@@ -48,17 +49,23 @@ SIZES = {
 
 
 @pytest.mark.parametrize("most", SIZES, ids=str)
-def test_shapes_are_few_and_hold_what_the_engine_may_run(most: tuple[int, int]) -> None:
+def test_shapes_are_few_and_hold_what_the_engine_may_run(
+    most: tuple[int, int], monkeypatch
+) -> None:
     (requests, tokens), (decodes, mixed) = most, SIZES[most]
-    _, scheduler, buckets = make(*most)
+    manager, scheduler, buckets = make(*most)
     assert (list(buckets.decode), list(buckets.mixed)) == SIZES[most]
     assert buckets.shapes == [*buckets.decode.values(), *buckets.mixed.values()]
     assert buckets.to_trace.max_tokens == tokens + (tokens == requests)
-    shared = ShapeBuckets(scheduler, *most, shared_prefixes=40)
-    for size, shape in shared.decode.items():
+    plan = manager.plan
+    monkeypatch.setattr(_shape_buckets, "LEAST_SAVED_BYTES", 2048 * 64 * (8 + 8) * 2)
+    shared = ShapeBuckets(plan, scheduler, *most, prefix_groups=40)
+    assert list(shared.shared) == [size for size in shared.decode if size > 64]
+    for size, shape in (*shared.decode.items(), *shared.shared.items()):
         assert (shape.batch_size, shape.max_tokens, shape.max_query_len) == (size, size, 1)
-        assert shape.shared_prefixes == min(40, size // 2) and not shape.reproducible
-    (one,) = ShapeBuckets(scheduler, *most, reproducible=True).shapes
+        is_shared = shape is shared.shared.get(size)
+        assert shape.shared_prefixes == is_shared * min(40, size // 2) and not shape.reproducible
+    (one,) = ShapeBuckets(plan, scheduler, *most, reproducible=True).shapes
     assert one.reproducible and one.max_tokens == tokens
     for shape in (*shared.mixed.values(), *buckets.shapes, one, buckets.to_trace):
         assert not shape.shared_prefixes
@@ -92,8 +99,8 @@ def test_steps_take_what_waits_in_nearly_the_shortest_time() -> None:
 @pytest.mark.parametrize("each", [1, 2, 16])
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_a_schedule_runs_in_the_smallest_shape_that_holds_it(each: int, reproducible: bool) -> None:
-    _, scheduler, _ = make(64, 1024)
-    buckets = ShapeBuckets(scheduler, 64, 1024, reproducible=reproducible)
+    manager, scheduler, _ = make(64, 1024)
+    buckets = ShapeBuckets(manager.plan, scheduler, 64, 1024, reproducible=reproducible)
     for requests, samples in itertools.product((1, 7, 8, 9, 33, 64), (0, 1, 8, 9, 40, 64)):
         rows, sampled = np.arange(requests), np.arange(samples)
         work = RowWork(rows, Batch.from_counts(rows, np.full(requests, each)), None)

@@ -657,6 +657,23 @@ class BlockManager(Unique):
             raise TypeError(f"ring must be an UploadRing or None, got {type(ring).__name__}")
         return self._steps.step(shape, work, extra, ring)
 
+    @_alone
+    def shared_tokens[Name: Hashable](self, work: Mapping[Name, int], *, groups: int) -> int:
+        """Returns the tokens that groups of requests save in a step of one token for each.
+
+        For the choice of a shape: with ``shared_prefixes=groups`` (`StepShape.for_plan`) a group
+        reads the blocks that its requests begin with once; without, each request reads its own.
+
+        Args:
+          work: as for `step`.
+          groups: groups at most.
+
+        Raises:
+          TypeError, ValueError: a request is not running; groups below 0.
+        """
+        check_count(groups=groups)
+        return self._steps.shared_tokens(work, groups)
+
     def _check_transfers_taken(self) -> None:
         if self._offload is not None and self._offload.is_due:
             raise RuntimeError(

@@ -102,8 +102,8 @@ class StepPlanner:
         self._loads.before_step(batch.rows)
         if updates is not None:
             write_updates(state, shape, data, updates, step.taken)
-        if shape.shared_prefixes and self._shared and state.pool.has_shared_blocks:
-            self._write_prefixes(shape, data, batch.rows, computed)
+        if groups := self._find_groups(batch.rows, computed, shape.shared_prefixes):
+            _write_groups(shape, data, groups)
         state.advance(batch.rows, computed, step.totals)
         self._cached.after_step(batch.rows)
         return self._numbered(shape, data, ring)
@@ -143,25 +143,25 @@ class StepPlanner:
                 step.taken = taken
             step.changes, step.version = None, self._state.version
 
-    def _write_prefixes(
-        self, shape: StepShape, data: np.ndarray, rows: np.ndarray, computed: np.ndarray
-    ) -> None:
-        """Writes the requests that begin with the same blocks; looks for them after changes."""
+    def shared_tokens(self, work: Work, most: int) -> int:
+        """Returns the tokens that groups save; see `BlockManager.shared_tokens`."""
+        rows = self._rows.batch(work).rows
+        return sum(
+            group.saved for group in self._find_groups(rows, self._state.computed[rows], most)
+        )
+
+    def _find_groups(self, rows: np.ndarray, computed: np.ndarray, most: int) -> list[PrefixGroup]:
+        """Returns the requests that begin with the same blocks; looks for them after changes."""
         state = self._state
-        key = rows.tobytes(), state.beginnings, shape.shared_prefixes
+        if not most or not self._shared or not state.pool.has_common_blocks:
+            return []
+        key = rows.tobytes(), state.beginnings, most
         if key != self._beginnings[0]:
             ends = state.starts[:-1] + state.allocated(rows)[2].max(axis=1, initial=0)
             tables = [state.table[rows, state.starts[g] : ends[g]] for g in self._shared]
             sizes = [state.block_tokens[group] for group in self._shared]
-            found = group_by_beginning(tables, sizes, computed, shape.shared_prefixes)
-            self._beginnings = key, found
-        groups = self._beginnings[1]
-        if groups:
-            members = np.concatenate([group.members for group in groups])
-            ends = np.cumsum([group.members.size for group in groups])
-            lens = np.array([group.tokens for group in groups])
-            data[shape.format.fields["prefix_ends"]] = members.size  # that of groups to spare
-            put(shape, data, prefix_members=members, prefix_ends=ends, prefix_lens=lens)
+            self._beginnings = key, group_by_beginning(tables, sizes, computed, most)
+        return self._beginnings[1]
 
     def _numbered(self, shape: StepShape, data: np.ndarray, ring: Ring | None) -> Upload:
         """Counts an upload, writes its number, and returns it."""
@@ -198,6 +198,15 @@ class StepPlanner:
             )
             self._shapes.add(shape)
         self._shape = shape
+
+
+def _write_groups(shape: StepShape, data: np.ndarray, groups: list[PrefixGroup]) -> None:
+    """Writes requests that begin with the same blocks."""
+    members = np.concatenate([group.members for group in groups])
+    ends = np.cumsum([group.members.size for group in groups])
+    lens = np.array([group.tokens for group in groups])
+    data[shape.format.fields["prefix_ends"]] = members.size  # that of groups to spare
+    put(shape, data, prefix_members=members, prefix_ends=ends, prefix_lens=lens)
 
 
 def _are_equal(a: Batch, b: Batch) -> bool:

@@ -14,7 +14,11 @@ from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._samples import ModelFacts, Sample, Samples
 from jaxkv._src.engine._sampling import Sampling
-from jaxkv._src.engine._shape_buckets import ShapeBuckets, check_reproducible
+from jaxkv._src.engine._shape_buckets import (
+    ShapeBuckets,
+    check_reproducible,
+    count_prefix_groups,
+)
 from jaxkv._src.engine._states import InFlight, awake, fall_asleep, set_params, warm_up
 from jaxkv._src.internal.checks import (
     check_at_most,
@@ -30,6 +34,7 @@ from jaxkv._src.offload import HostMemory
 from jaxkv._src.planning import Plan, stores_encoder_tokens
 from jaxkv._src.prefixes import EventLog, ExtraKey, check_content
 from jaxkv._src.scheduler import Scheduler
+from pallas_kernels import default_implementation
 
 
 class Engine(Unique):
@@ -69,7 +74,7 @@ class Engine(Unique):
         decode_steps: int = 1,
         chunk_tokens: int | None = None,
         forks: int | None = None,
-        shared_prefixes: int = 0,
+        shared_prefixes: int | None = None,
         reproducible: bool = False,
         cache: KVCache | None = None,
         host_memory: HostMemory | None = None,
@@ -93,7 +98,9 @@ class Engine(Unique):
           chunk_tokens: as for `Scheduler`.
           forks: samples of one prompt that may start in one step; None: up to 32.
           shared_prefixes: groups of samples or prompts that read the blocks that they begin with
-            together, in steps of one token for each; see `StepShape.for_plan`. 0: each its own.
+            together, in steps of one token for each that save enough by it; see
+            `StepShape.for_plan`. None: 32 where the device's kernels can; 0: each its own.
+            It changes the last bits of a token's logits.
           reproducible: True: the tokens and log-probabilities of a request have the same bits
             whatever runs next to it, and after hits, preemptions and other chunks. This holds
             within one engine, for a ``forward`` that computes each token by itself but for
@@ -135,7 +142,7 @@ class Engine(Unique):
         )
         check_positive(decode_steps=decode_steps)
         check_at_most(plan.max_model_len, decode_steps=decode_steps)
-        check_count(seed=seed, shared_prefixes=shared_prefixes)
+        check_count(seed=seed, shared_prefixes=shared_prefixes or 0)
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
@@ -148,9 +155,16 @@ class Engine(Unique):
             chunk_tokens=chunk_tokens,
             lookahead_steps=lookahead,
         )
-        sizes = max_requests, max_tokens, shared_prefixes
+        pays = default_implementation("decode", "prefill") == "mosaic_gpu"
+        given = {"reproducible": reproducible, "pays": pays}
         self._buckets = ShapeBuckets(
-            self._scheduler, *sizes, reproducible=reproducible, has_targets=head is not None
+            plan,
+            self._scheduler,
+            max_requests,
+            max_tokens,
+            prefix_groups=count_prefix_groups(plan, shared_prefixes, **given),
+            reproducible=reproducible,
+            has_targets=head is not None,
         )
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
         num_sampled = (

@@ -80,7 +80,11 @@ class Packer:
                     idle = [Step(shape.idle(self.ring)) for _ in range(most_steps - len(steps))]
                 break
             asked = self._asked(schedule)
-            wanted = self.buckets.fitting(schedule, may_decode=not asked.wants & PROMPT)
+            wanted = self.buckets.fitting(
+                schedule,
+                may_decode=not asked.wants & PROMPT,
+                num_saved=0 if shape is not None else self._num_saved(schedule),
+            )
             if shape is None:
                 shape = wanted
             elif wanted.max_query_len > 1 or wanted.max_tokens > shape.max_tokens:
@@ -100,6 +104,14 @@ class Packer:
         if decodes == len(self.samples.tokens):
             return None
         return self.buckets.fill(self.scheduler.wanted(), decodes)
+
+    def _num_saved(self, schedule: Schedule) -> int:
+        """Returns the tokens that groups of requests would save, if all of them decode."""
+        shared = self.buckets.shared
+        if not shared or schedule.num_tokens != len(schedule.work):
+            return 0
+        groups = next(reversed(shared.values())).shared_prefixes  # of the largest
+        return self.manager.shared_tokens(schedule.work, groups=groups)
 
     def _asked(self, schedule: Schedule) -> Asked:
         """Returns what the requests of a step ask for."""

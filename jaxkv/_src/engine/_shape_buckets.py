@@ -1,11 +1,12 @@
 """The shapes of an engine's steps, and the choice among them. No jax."""
 
 import bisect
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.engine._samples import RECORD_SIZE
-from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 from jaxkv._src.planning import Plan
 from jaxkv._src.scheduler import Schedule, Scheduler, Wanted
 from jaxkv._src.uploads import StepShape
@@ -17,6 +18,9 @@ SMALLEST_MIXED = 16  # tokens
 # What a token of padding counts as, in tokens: others may come and take its place, and surely do
 # where they wait already.
 PADDING, PADDING_OF_BACKLOG = 1, 8
+# Groups of requests that read the blocks that they begin with together; and bytes that they have to
+# save a layer, which take as long to read as the kernels take that groups add: 25 us on an H200.
+PREFIX_GROUPS, LEAST_SAVED_BYTES = 32, 2**27
 
 
 class ShapeBuckets:
@@ -24,6 +28,8 @@ class ShapeBuckets:
 
     decode: by number of requests: 8, 32, then powers of two and their halves between them.
       None in a reproducible engine, whose steps have one shape.
+    shared: those of them with which groups of requests may save enough, with room for groups.
+    least_saved: tokens that these have to save.
     mixed: by number of tokens: few, because each takes seconds to compile, and large ones are
       filled by `fill`; a prompt alone has to fill a small one, so that these are closer.
     shapes: all of these, the smallest first.
@@ -32,16 +38,18 @@ class ShapeBuckets:
 
     def __init__(
         self,
+        plan: Plan,
         scheduler: Scheduler,
         max_requests: int,
         max_tokens: int,
-        shared_prefixes: int = 0,
+        prefix_groups: int = 0,
         reproducible: bool = False,
         has_targets: bool = False,
     ):
         """Chooses the shapes.
 
         Args:
+          prefix_groups: groups of requests that read the blocks that they begin with together.
           has_targets: whether an upload holds the token after each request's last, too.
         """
         if max_tokens < max_requests:
@@ -55,19 +63,22 @@ class ShapeBuckets:
             extra = tokens + requests * (RECORD_SIZE + has_targets)
             return scheduler.shape(extra=extra, **options)
 
-        def decode(size: int) -> StepShape:
-            groups = min(shared_prefixes, size // 2)  # of two requests at least
+        def decode(size: int, groups: int = 0) -> StepShape:
+            groups = min(groups, size // 2)  # of two requests at least
             return shape(size, size, max_query_len=1, shared_prefixes=groups)
 
         sizes: Sequence[int] = () if reproducible else _of_decodes(max_requests)
         self.decode = {size: decode(size) for size in sizes}
+        self.least_saved, longest = _least_saved(plan), plan.max_model_len
+        may_save = [size for size in sizes if (size - 1) * longest >= self.least_saved]
+        self.shared = {size: decode(size, prefix_groups) for size in may_save if prefix_groups}
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         sizes = [max_tokens] if reproducible else _of_prompts(smallest, max_tokens)
         self.mixed = {size: shape(size, max_requests) for size in sizes}
         # Tokens and requests differ in number, so that logits of all tokens are told from those of
         # each request's last.
         self.to_trace = shape(max_tokens + (max_tokens == max_requests), max_requests)
-        self.shapes = [*self.decode.values(), *self.mixed.values()]
+        self.shapes = [*self.decode.values(), *self.shared.values(), *self.mixed.values()]
 
     def fill(self, wanted: Wanted, decodes: int) -> int:
         """Returns the most tokens of a step for which so many wait, ``decodes`` of them decodes.
@@ -89,12 +100,20 @@ class ShapeBuckets:
 
         return best(wanted.tokens)[1]
 
-    def fitting(self, schedule: Schedule, *, may_decode: bool = True) -> StepShape:
-        """Returns the smallest shape that holds a schedule; none of decodes unless it may."""
+    def fitting(
+        self, schedule: Schedule, *, may_decode: bool = True, num_saved: int = 0
+    ) -> StepShape:
+        """Returns the smallest shape that holds a schedule.
+
+        Args:
+          may_decode: whether it may be one of decodes.
+          num_saved: tokens that groups of its requests would save.
+        """
         shapes, wanted = self.mixed, schedule.num_tokens
         if self.decode and may_decode and wanted == len(schedule.work):
             # A prompt of which one token is computed may have several samples.
-            shapes, wanted = self.decode, max(wanted, len(schedule.samples))
+            wanted = max(wanted, len(schedule.samples))
+            shapes = self.shared if self.shared and num_saved >= self.least_saved else self.decode
         return next(shape for size, shape in shapes.items() if size >= wanted)
 
 
@@ -123,7 +142,25 @@ def _of_prompts(smallest: int, largest: int) -> Sequence[int]:
     return sizes[::-1]
 
 
-def check_reproducible(plan: Plan, *, decode_steps: int, shared_prefixes: int) -> None:
+def _least_saved(plan: Plan) -> int:
+    """Returns the tokens that groups have to save: of the widest layer that keeps them all."""
+    kept = [group for group in plan.groups if group.growth.keeps_all_tokens]
+    widths = [spec.page_bytes / group.block_size for group in kept for spec in group.specs]
+    return math.ceil(LEAST_SAVED_BYTES / max(widths)) if widths else INT32_MAX
+
+
+def count_prefix_groups(plan: Plan, given: int | None, *, reproducible: bool, pays: bool) -> int:
+    """Returns the groups of an engine that is ``given`` a number of them, or None.
+
+    Args:
+      pays: whether kernels of the device read what groups share together.
+    """
+    if given is not None:
+        return given
+    return PREFIX_GROUPS if pays and not reproducible and plan.context_parallel == 1 else 0
+
+
+def check_reproducible(plan: Plan, *, decode_steps: int, shared_prefixes: int | None) -> None:
     """Raises ValueError for what makes bits depend on other requests."""
     if any(group.growth.stores == "state" for group in plan.groups):
         raise ValueError(

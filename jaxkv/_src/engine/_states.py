@@ -82,7 +82,8 @@ def warm_up(calls: Calls, samplings: tuple[Sampling, ...]) -> None:
         calls_of += [((shape.idle(ring),), wants) for shape in shapes]
         if most > 1 and not wants & PROMPT:
             several = [
-                tuple([one.idle(ring) for _ in range(most)]) for one in buckets.decode.values()
+                tuple([one.idle(ring) for _ in range(most)])
+                for one in [*buckets.decode.values(), *buckets.shared.values()]
             ]
             calls_of += [(uploads, wants) for uploads in several]
     device.warm_up(calls_of)
