@@ -29,7 +29,7 @@ ROWS: list[tuple[list[str], list[str]]] = [
     (["plotting"], ["testing"]),
     ([], ["engine"]),
     ([], ["step"]),
-    ([], ["attention", "recurrent", "offload (jax)", "sleeping"]),
+    ([], ["attention", "recurrent", "offload (jax)", "sleeping", "logits_processors"]),
     ([], ["pool"]),
     ([], ["block_tables"]),
     (["scheduler", "interop"], ["cache"]),

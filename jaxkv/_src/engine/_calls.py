@@ -124,6 +124,9 @@ class Calls:
     def _start(self, steps: list[Step]) -> None:
         if steps[0].transfers is not None:  # no later step of a call has any
             self.device.transfer(steps[0].transfers)
+        for sample in steps[0].started:
+            row = self.packer.samples.records["row"].item(sample.index)
+            self.device.start_state(sample, row)
         wants = functools.reduce(operator.or_, [step.asked.wants for step in steps])
         out = self.device.run(tuple([step.upload for step in steps]), wants)
         self.in_flight.append((steps, out))

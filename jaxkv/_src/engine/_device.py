@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,10 @@ from jaxkv._src.engine._logprobs import most_likely, next_tokens, prompt_logprob
 from jaxkv._src.engine._model import Model, apply_head
 from jaxkv._src.engine._outputs import StepOptions
 from jaxkv._src.engine._placement import without_mesh
+from jaxkv._src.engine._processing import Processing, States
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
-from jaxkv._src.engine._samples import RECORD_SIZE
+from jaxkv._src.engine._samples import RECORD_SIZE, Sample
 from jaxkv._src.internal.mesh import with_auto_axes
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
 from jaxkv._src.offload import Transfers
@@ -29,7 +30,7 @@ from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
 from jaxkv._src.uploads import Upload
 
 Uploads = tuple[Upload, ...]  # of one shape
-State = tuple[KVCache, Array]  # and int32[N], see `Device`; between two calls
+State = tuple[KVCache, Array, States]  # and int32[N], see `Device`; between two calls
 Arrays = dict[str, Any]  # of a call by name; each array costs the host 2 to 5 us
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
@@ -54,12 +55,20 @@ class Device:
     may_be_lost: whether an exception has ended a call that may have taken the arrays along.
     """
 
-    def __init__(self, model: Model, params: Any, cache: KVCache, num_sampled: int):
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        cache: KVCache,
+        num_sampled: int,
+        processing: Callable[..., Processing],
+    ):
         """Puts what is missing on the device.
 
         Args:
           cache: from `make_cache`, which is donated.
           num_sampled: tokens of the latest steps to keep for the steps that follow.
+          processing: makes the logits processors, given the ``sharding`` of their states.
         """
         self._model, self.options = model, StepOptions()
         self.vocab_size, self.has_side, self.host_blocks = 0, False, HostBlocks()
@@ -75,6 +84,8 @@ class Device:
         # of one that no step shall go on from. They have the sharding of what steps return.
         self._num_sampled, self._sharding = num_sampled, cache.status.sharding
         self._sampled: Any = self._none_sampled()
+        self._processing = processing(sharding=self._sharding)
+        self._states: Any = self._processing.make()
         jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="options")
         flags = COMPILER_OPTIONS | (OF_SEVERAL if others else {})
         both = [flags | {"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
@@ -93,7 +104,7 @@ class Device:
             )
         try:
             step, given = self._step_of(uploads), self._arguments(uploads, wants)
-            (self.cache, self._sampled), out = step(*given)
+            (self.cache, self._sampled, self._states), out = step(*given)
         except Exception as error:
             if _has_deleted(self.params):
                 raise RuntimeError(
@@ -122,7 +133,7 @@ class Device:
 
     def discard(self) -> None:
         """Gives up all arrays that steps return, because one of them has failed."""
-        self.cache = self._sampled = None
+        self.cache = self._sampled = self._states = None
 
     def restore(self) -> None:
         """Allocates what failed or interrupted calls have lost, without the content."""
@@ -133,6 +144,8 @@ class Device:
             self.cache = self._template.make()
         if not _is_ready(self._sampled):
             self._sampled = self._none_sampled()
+        if not _is_ready(self._states):
+            self._states = self._processing.make()
         self.host_blocks = HostBlocks()
         self.may_be_lost = False
 
@@ -147,6 +160,11 @@ class Device:
         except TransferError as error:
             self.cache = error.cache
             raise
+
+    def start_state(self, sample: Sample, row: int) -> None:
+        """Puts the state of a sample for logits processors into a row, before the next steps."""
+        ids, at = np.array(sample.tokens, np.int32), sample.num_prompt
+        self._states = self._processing.start(self._states, row, sample.sampling, ids, at)
 
     def trace(self, uploads: Uploads) -> None:
         """Traces steps, so that errors of the model surface early."""
@@ -167,6 +185,8 @@ class Device:
                 done.result()
         for uploads, wants in calls:
             self.run(uploads, wants)
+        if self._processing:
+            self._states = self._processing.warm_up(self._states)
 
     def check_like(self, params: Any) -> None:
         """Raises ValueError for weights of another structure, shape or dtype."""
@@ -199,7 +219,8 @@ class Device:
     def _arguments(
         self, uploads: Uploads, wants: int = 0
     ) -> tuple[Any, State, Uploads, StepOptions]:
-        return self.params, (self.cache, self._sampled), uploads, self.options.at(wants)
+        state = self.cache, self._sampled, self._states
+        return self.params, state, uploads, self.options.at(wants)
 
     def _run_steps(
         self, params: Any, state: State, uploads: Uploads, options: StepOptions
@@ -239,8 +260,8 @@ class Device:
             context.batch.extra[shape.max_tokens :], [shape.batch_size * RECORD_SIZE]
         )
         cache, of = computed.step.done(), fields_of(records)
-        index, draw_kind = of["index"][:, 0], functools.partial(draw, kind=options.kind)
-        tokens, logprobs = with_auto_axes(draw_kind, logits, of)
+        index, draw_them = of["index"][:, 0], functools.partial(self._draw, options=options)
+        (tokens, logprobs, *top), states = with_auto_axes(draw_them, logits, of, state[2])
         sampled = tokens
         if has_ended is not None:
             is_last = (tokens[:, None] == of["stops"]).any(axis=1)
@@ -250,12 +271,25 @@ class Device:
         flags = cache.error_flags[None]
         out: dict[str, Any] = {"sampled": jnp.concatenate([tokens, bits, flags])}
         if options.num_top:
-            top = functools.partial(most_likely, count=options.num_top)
-            out["top"] = with_auto_axes(lambda logits, at: top(logits[at]), logits, index)
+            out["top"] = top[0]
         if options.num_prompt_top >= 0 and (head := self._model.head) is not None:
             given = computed.hidden, next_tokens(context, targets), options.num_prompt_top
             out["prompt"] = prompt_logprobs(functools.partial(apply_head, head, params), *given)
-        return (cache, sampled), out | ({"side": computed.side} if options.has_side else {})
+        out |= {"side": computed.side} if options.has_side else {}
+        return (cache, sampled, states), out
+
+    def _draw(
+        self, logits: Array, of: Mapping[str, Array], states: States, *, options: StepOptions
+    ) -> tuple[list[Array], States]:
+        """Returns tokens, their log-probabilities and `most_likely` ones; and the states after."""
+        rows, are_processed = of["row"][:, 0], self._processing.logprobs_mode == "processed"
+        process = functools.partial(self._processing.apply, states, rows)
+        tokens, logprobs = draw(logits, of, options.kind, process, are_processed=are_processed)
+        drawn = [tokens, logprobs]
+        if options.num_top:
+            told = logits.astype(jnp.float32)[of["index"][:, 0]]
+            drawn.append(most_likely(process(told) if are_processed else told, options.num_top))
+        return drawn, self._processing.advance(states, rows, tokens)
 
 
 def _check_free(cache: KVCache) -> None:

@@ -1,16 +1,18 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
+import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, get_args
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._model import Forward, Head, Model
-from jaxkv._src.engine._outputs import PROMPT, SIDE, Kind, Output, Stats, StepOptions
+from jaxkv._src.engine._outputs import PROMPT, SIDE, Kind, LogprobsMode, Output, Stats, StepOptions
 from jaxkv._src.engine._packer import Packer
+from jaxkv._src.engine._processing import Processing, check_distinct, check_processors
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._samples import ModelFacts, Sample, Samples
 from jaxkv._src.engine._sampling import Sampling
@@ -22,6 +24,7 @@ from jaxkv._src.engine._shape_buckets import (
 from jaxkv._src.engine._states import InFlight, awake, fall_asleep, set_params, warm_up
 from jaxkv._src.internal.checks import (
     check_at_most,
+    check_choice,
     check_count,
     check_flag,
     check_kind,
@@ -30,6 +33,7 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.unique import Unique
+from jaxkv._src.logits_processors import LogitsProcessor
 from jaxkv._src.offload import HostMemory
 from jaxkv._src.planning import Plan, stores_encoder_tokens
 from jaxkv._src.prefixes import EventLog, ExtraKey, check_content
@@ -79,6 +83,8 @@ class Engine(Unique):
         cache: KVCache | None = None,
         host_memory: HostMemory | None = None,
         events: EventLog | None = None,
+        logits_processors: Sequence[LogitsProcessor[Any, Any]] = (),
+        logprobs_mode: LogprobsMode = "raw",
         seed: int = 0,
     ):
         """Creates an engine without requests.
@@ -112,6 +118,10 @@ class Engine(Unique):
             requests come back from there, when that is faster than computing them. None: they are
             computed.
           events: as for `BlockManager`.
+          logits_processors: applied in this order to the logits of the requests that ask for them
+            in `Sampling`; see `jaxkv.logits_processors`.
+          logprobs_mode: log-probabilities of answers are those of the model ("raw"), or of the
+            logits after the processors ("processed"); both before temperature and the rest.
           seed: of the requests that have none.
 
         Raises:
@@ -145,7 +155,8 @@ class Engine(Unique):
         check_count(seed=seed, shared_prefixes=shared_prefixes or 0)
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
-        self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
+        check_choice(get_args(LogprobsMode), logprobs_mode=logprobs_mode)
+        self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed, max_requests)
         lookahead = LOOKAHEAD_CALLS * decode_steps
         self._scheduler = Scheduler(
             self.manager,
@@ -170,7 +181,16 @@ class Engine(Unique):
         num_sampled = (
             lookahead + 2
         ) * max_requests  # of idle steps, and of those not collected yet
-        self._device = Device(Model(forward, head), params, cache, num_sampled)
+        check_distinct(logits_processors)
+        self._processors = tuple(logits_processors)
+        processing = functools.partial(
+            Processing,
+            self._processors,
+            num_rows=max_requests,
+            max_model_len=plan.max_model_len,
+            logprobs_mode=logprobs_mode,
+        )
+        self._device = Device(Model(forward, head), params, cache, num_sampled, processing)
         if reproducible:
             self._device.options = StepOptions(Kind.LIMITED)  # one compiled step for all samplings
         self._device.trace((self._buckets.to_trace.idle(),))
@@ -236,7 +256,7 @@ class Engine(Unique):
                 "or one Sampling for all"
             )
         requests = [
-            self._samples.create(name, f"prompts[{name}]", prompt, one)
+            self._create(name, f"prompts[{name}]", prompt, one)
             for name, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
         ]
         check_flag(progress=progress)
@@ -271,7 +291,7 @@ class Engine(Unique):
         """
         self._calls.mend()
         check_content(salt, extra_keys)
-        samples = self._samples.create(request, "prompt", prompt, sampling)
+        samples = self._create(request, "prompt", prompt, sampling)
         prefix: Any = {"salt": salt, "extra_keys": extra_keys, "boundaries": boundaries}
         self._add(samples, priority=priority, **prefix)
 
@@ -411,6 +431,13 @@ class Engine(Unique):
         finally:
             calls.is_void = True  # whatever interrupts the next line, the next call does it then
             calls.mend()
+
+    def _create(
+        self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None
+    ) -> list[Sample]:
+        samples = self._samples.create(request, name, prompt, sampling)
+        check_processors(self._processors, samples[0].sampling, samples[0].tokens)
+        return samples
 
     def _add(self, samples: list[Sample], **options: Any) -> None:
         first, self._calls.is_broken = samples[0], True

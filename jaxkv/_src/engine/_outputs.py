@@ -11,6 +11,7 @@ from jaxtyping import Float32, Int32, PyTree
 # log-probabilities of prompts.
 TOP, SIDE, PROMPT = 1, 2, 4
 FinishReason = Literal["stop", "length", "abort"]
+LogprobsMode = Literal["raw", "processed"]
 
 
 @enum.unique

@@ -1,6 +1,7 @@
 """The choice and the packing of an engine's steps."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +35,14 @@ class Step(NamedTuple):
 
     transfers: of blocks between the memories, before it runs.
     asked: that it computes besides.
+    started: samples that get a state for logits processors, before it runs.
     """
 
     upload: Upload
     sampled: Sampled = NONE_SAMPLED
     transfers: Transfers | None = None
     asked: Asked = NOTHING_ASKED
+    started: Sequence[Sample] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,8 +96,9 @@ class Packer:
             self._count(schedule, shape.max_tokens - schedule.num_tokens)
             if shape.max_query_len > 1:
                 break
-        # Transfers read what the steps of earlier calls have written.
-        if len(steps + idle) == most_steps and not any(step.transfers for step in steps[1:]):
+        # Transfers read what the steps of earlier calls have written, and so do starts of states.
+        may_join = not any(step.transfers or step.started for step in steps[1:])
+        if len(steps + idle) == most_steps and may_join:
             return [steps + idle]
         return [[step] for step in steps]
 
@@ -131,6 +135,7 @@ class Packer:
 
     def _pack(self, schedule: Schedule, shape: StepShape, asked: Asked) -> Step:
         index, ids = schedule.samples.index, self._token_ids(schedule)
+        started = self.samples.take_rows(index, self.manager.requests)
         records, count = self.samples.records[index], index.size
         offset = self.offset % (self.num_sampled - self.manager.max_requests)
         offset += self.manager.max_requests  # those before are of idle steps
@@ -148,7 +153,7 @@ class Packer:
         self.offset = offset
         self.sampled = Sampled(self.samples.by_index[index].tolist(), index)
         self.scheduler.append(index[records["position"] < records["last"]])
-        return Step(upload, self.sampled, self.manager.take_transfers(), asked)
+        return Step(upload, self.sampled, self.manager.take_transfers(), asked, started)
 
     def _targets(self, schedule: Schedule) -> list[int]:
         """Returns the token after each request's last one, if it is of the prompt; else 0."""

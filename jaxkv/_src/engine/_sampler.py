@@ -19,7 +19,14 @@ def fields_of(records: Array) -> dict[str, Array]:
     return {name: lax.bitcast_convert_type(part, RECORD[name].base) for name, part in of.items()}
 
 
-def draw(logits: Array, of: Mapping[str, Array], kind: Kind) -> tuple[Array, Array]:
+def draw(
+    logits: Array,
+    of: Mapping[str, Array],
+    kind: Kind,
+    process: Callable[[Array], Array] | None = None,
+    *,
+    are_processed: bool = False,
+) -> tuple[Array, Array]:
     """Draws the next token of every sample.
 
     Args:
@@ -27,12 +34,15 @@ def draw(logits: Array, of: Mapping[str, Array], kind: Kind) -> tuple[Array, Arr
       of: the `fields_of` S records.
       kind: the most that any of them needs. It is static, because a condition on the device keeps
         the host from running ahead.
+      process: from f32[S, vocab], the logits of the samples, to those to draw from; None: these.
+      are_processed: whether log-probabilities are in the latter.
 
     Returns:
-      int32[S], the tokens, and f32[S], their log-probabilities in the logits as they are given.
+      int32[S], the tokens, and f32[S], their log-probabilities in the logits.
     """
     logits = logits.astype(jnp.float32)[of["index"][:, 0]]
-    scores = logits
+    given = logits
+    logits = scores = logits if process is None else process(logits)
     if kind != Kind.GREEDY:
         is_sampled = of["temperature"] > 0
         scores = _scaled(logits, jnp.where(is_sampled, of["temperature"], 1))
@@ -42,6 +52,7 @@ def draw(logits: Array, of: Mapping[str, Array], kind: Kind) -> tuple[Array, Arr
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
         scores = jnp.where(is_sampled, scores + noise, logits)
     tokens = scores.argmax(axis=-1).astype(jnp.int32)
+    logits = logits if are_processed else given
     picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return tokens, picked - jax.nn.logsumexp(logits, axis=-1)
 

@@ -3,7 +3,7 @@
 import array
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +15,12 @@ from jaxkv._src.internal.checks import check_kind, check_name
 from jaxkv._src.prefixes import as_tokens
 
 NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
-NAMES = "index position last offset sample top_k temperature top_p min_p seed stops".split()
+NAMES = "index position last offset sample row top_k temperature top_p min_p seed stops".split()
 #: index: the sample's row of the logits. position: of the token that it samples, among all that it
-#: samples; last: of its last one. offset: of the token on the device, see `State`. The others: its
-#: sampling.
+#: samples; last: of its last one. offset: of the token on the device, see `State`. row: of its
+#: state for logits processors; 0: it has none, -1: it needs one. The others: its sampling.
 #: `fields_of` finds a field by its number, because only the last is wider than an int32.
-RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiifffI", (np.int32, NUM_STOPS)]})
+RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiiifffI", (np.int32, NUM_STOPS)]})
 RECORD_SIZE = RECORD.itemsize // 4  # int32s
 _new_output = functools.partial(tuple.__new__, Output)  # in half the time
 
@@ -143,12 +143,14 @@ class Samples:
     asks: bits of the details that each asks for, int64[N].
     model: that serves them.
     version: of the weights of the tokens to come.
+    free_rows: of states for logits processors, those that no sample has.
     """
 
     model: ModelFacts
 
-    def __init__(self, max_model_len: int, seed: int):
+    def __init__(self, max_model_len: int, seed: int, num_rows: int):
         self._max_model_len, self._seeds = max_model_len, np.random.default_rng(seed)
+        self._num_rows, self.free_rows = num_rows, list(range(num_rows, 0, -1))
         self.version, self.tokens = 0, dict[Hashable, array.array[int]]()
         self.of_request: dict[Hashable, list[Sample]] = {}
         self._reserve(64)
@@ -227,6 +229,7 @@ class Samples:
         self.of_request = alive
         self.tokens.clear()
         self._reserve(64)
+        self.free_rows = list(range(self._num_rows, 0, -1))
         for sample in self.listed():
             self.add(sample, sample.index)
 
@@ -238,15 +241,39 @@ class Samples:
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""
         del self.tokens[sample.name]
+        if (row := self.records["row"].item(sample.index)) > 0:
+            self.free_rows.append(row)
         self.by_index[sample.index], self.asks[sample.index] = None, 0
         others = self.of_request[sample.request]
         others.remove(sample)
         if not others:
             del self.of_request[sample.request]
 
+    def take_rows(self, index: np.ndarray, running: Collection[Hashable]) -> list[Sample]:
+        """Returns the samples of a step that had no row of states, and have one now.
+
+        A sample that waits keeps its row while there are others, because no step changes its state.
+
+        Args:
+          index: int64[S], of the samples of the step.
+          running: the samples that run. Those that wait start once the host knows all their tokens.
+        """
+        rows = self.records["row"]
+        new = index[rows[index] < 0]
+        if new.size > len(self.free_rows):
+            in_step = {*index.tolist()}
+            for sample in self.listed():
+                waits = sample.name not in running and sample.index not in in_step
+                if waits and rows[sample.index] > 0:
+                    self.free_rows.append(rows.item(sample.index))
+                    rows[sample.index] = -1
+        rows[new] = [self.free_rows.pop() for _ in range(new.size)]
+        return self.by_index[new].tolist()
+
 
 def record_of(sampling: Sampling, seed: int, number: int, last: int) -> tuple[Any, ...]:
     """Returns the `RECORD` of a sample without tokens."""
-    numbers = number, sampling.top_k or 0, sampling.temperature, sampling.top_p, sampling.min_p
+    numbers = sampling.top_k or 0, sampling.temperature, sampling.top_p, sampling.min_p
     stops = [*sampling.stop_token_ids, *(-1,) * NUM_STOPS][:NUM_STOPS]
-    return (0, -1, last, 0, *numbers, seed, stops)
+    row = -1 if sampling.processors else 0
+    return (0, -1, last, 0, number, row, *numbers, seed, stops)

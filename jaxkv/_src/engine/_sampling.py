@@ -2,11 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from jaxkv._src.engine._outputs import PROMPT, SIDE, TOP, Kind, StepOptions
-from jaxkv._src.internal.checks import check_count, check_flag, check_number, make_ints_plain
+from jaxkv._src.internal.checks import (
+    check_count,
+    check_flag,
+    check_kind,
+    check_number,
+    make_ints_plain,
+)
 from jaxkv._src.internal.numbers import INT32_MAX, MAX_SAMPLES
 from jaxkv._src.internal.text import shown
 from jaxkv._src.prefixes import as_tokens
@@ -67,6 +73,8 @@ class Sampling:
     side: whether outputs hold the side outputs of ``forward``. Requests with these, or with
       ``prompt_logprobs``, compute their prompt, once for all samples, and share no cached prefix
       with other requests.
+    processors: data for the engine's logits processors, by their classes; see
+      `jaxkv.logits_processors`. Those that are not named leave the request alone.
     """
 
     temperature: float = 0.0
@@ -80,6 +88,7 @@ class Sampling:
     logprobs: int | bool | None = None
     prompt_logprobs: int | bool | None = None
     side: bool = False
+    processors: Mapping[type, object] | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         make_ints_plain(self)
@@ -98,6 +107,10 @@ class Sampling:
             else:
                 check_count(**{name: number})
         check_flag(side=self.side)
+        if self.processors is not None:
+            check_kind(Mapping, "a mapping from classes to data", processors=self.processors)
+            for kind in self.processors:
+                check_kind(type, "a mapping from classes to data, not from others", processors=kind)
         check_number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         if self.temperature != 0 and not SMALLEST <= self.temperature <= LARGEST:
             raise ValueError(
