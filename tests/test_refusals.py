@@ -23,6 +23,7 @@ from jaxkv import layout, planning, pool, prefixes, specs
 from jaxkv._src.layout import LayerExtents, PagePlacement
 from jaxkv.attention import block_mask_indices, block_mask_sizes, physical_to_logical
 from jaxkv.hf_config import count_weights
+from jaxkv.logits_processors import TokenAutomaton, TokenTable
 from tests.helpers import hybrid_plan
 
 PLAN = hybrid_plan(kv_dtype="bf16")
@@ -223,8 +224,11 @@ def of_host(s: Served) -> Iterator[Call]:
     )
     yield prefixes.event_frames, {"sequence": 0, "payload": b"", "topic": ""}
     sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 1, "n": 1}
-    sampling |= {"logprobs": 1, "prompt_logprobs": 1, "side": True}
+    sampling |= {"logprobs": 1, "prompt_logprobs": 1, "side": True, "processors": {}}
     yield jaxkv.Sampling, sampling | {"max_tokens": 4, "stop_token_ids": (1,)}
+    yield TokenAutomaton, {"vocab_size": 8, "max_states": 4, "max_classes": 4}
+    table = {"transitions": {0: {1: 0}}, "vocab_size": 8, "start": 0}
+    yield TokenTable.from_transitions, table
 
 
 def of_device(s: Served) -> Iterator[Call]:
@@ -401,7 +405,7 @@ def test_what_is_wrong_is_refused_by_its_name_and_changes_nothing(
                 if text[:1] == "!" or not re.search(named, text):
                     problems.append(f"{call.__qualname__}({name}={wrong!r}): {text}")
         call(**arguments)
-    assert problems == []
+    assert problems == [], "\n".join(problems)
 
 
 def test_the_least_numbers_are_not_refused_as_too_small(served: Served) -> None:
