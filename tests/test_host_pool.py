@@ -66,6 +66,15 @@ def test_what_was_used_last_is_kept(monkeypatch, sizes: tuple[int, ...]) -> None
                 assert num_found >= min(host_blocks, sum(of for _, of in found)), (seed, found)
 
 
+def test_host_memory_gives_up_first_what_is_on_the_device_again(monkeypatch) -> None:
+    monkeypatch.setattr(_host_pool, "CHUNK_SIZES", (1,))
+    served = Recent(1, 8, host_blocks=3)
+    for number in (*range(11), 0, 11):  # the second last one makes room for what it loads
+        served.use(number)
+    assert [of for of in served.found() if of != (1, 1)] == [(0, 1)]
+    assert served.manager.offload_stats().loaded_blocks == 1
+
+
 def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
     """Only what device memory lacks counts, and each chunk that holds a part of it once."""
     seen = {True: 0, False: 0}
@@ -187,6 +196,16 @@ def test_every_prefix_with_states_is_found_as_before_once_all_lies_on_the_host(l
         assert [each.num_host_tokens for each in found] == before, seed
         seen |= {*before}
     assert len(seen) > 8, seen
+
+
+def test_of_blocks_that_leave_together_those_that_were_used_last_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr(_host_pool, "CHUNK_SIZES", (1,))
+    served = Recent(1, 8, host_blocks=2)
+    for number in range(8):
+        served.use(number)
+    served.start("last", range(1000, 1032))
+    served.manager.grow({"last": 32})  # takes all blocks but one
+    assert [have for have, _ in served.found()] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 class CheckedHostPool:

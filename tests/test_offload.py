@@ -174,6 +174,38 @@ def test_a_block_that_was_loaded_is_not_stored_again() -> None:
     assert stats.stored_blocks == 16 and stats.loaded_blocks > 16, stats
 
 
+def test_a_prefix_that_was_computed_anew_is_kept_in_device_memory_again() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 13, host(100, layers, min_tokens=18), checkpoint_share=1.0)
+    served.run("a", prompt(1, 18))
+    for name in "bc":
+        served.run(name, prompt(ord(name), 32))
+    assert served.run("d", prompt(1, 18)).reasons == ("on_host", "on_host")
+    hit = served.start("e", prompt(1, 18))
+    assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 0)
+
+
+def test_a_state_that_was_computed_anew_takes_the_place_of_that_on_the_host() -> None:
+    layers, tokens = {"a": FULL, "s": STATE}, prompt(1, 20)
+    served = Served(layers, 20, host(100, layers), checkpoint_share=1.0)
+    served.manager.start("a", tokens, boundaries=[17])
+    for count in (17, 2):  # both ends lie in one block
+        served.step({"a": count})
+    served.manager.finish("a")
+    for number in range(2, 8):
+        served.run(number, prompt(number, 32))
+    served.manager.start("b", tokens, boundaries=[17], max_cached_tokens=0)
+    served.step({"b": 17})
+    upload = served.manager.step(served.shape, {"b": 1})
+    served.manager.take_transfers()
+    assert upload.parts()["copy_sources"].size == 1  # of the state after 17 tokens
+    served.manager.rewind({"b": 18})
+    hit = served.start("c", tokens)
+    assert hit.num_cached_tokens == 19
+    transfers = served.step({"c": 1})
+    assert transfers is not None and {chunk.group for chunk in transfers.loads} == {0, 1}
+
+
 def test_a_load_that_is_not_worth_it_is_not_made() -> None:
     layers = {"a": FULL}
     size = plan_of(layers, 9, 32).layouts[0].bytes_per_block
@@ -269,6 +301,21 @@ def test_loads_are_spread_over_steps() -> None:
         counts.append(len(loaded_by(transfers)))
     assert waiting == [["c", "d"], ["d"], ["d"], []] and counts[0] == 0
     assert sum(counts) + len(loaded_by(served.step({"b": 1}))) == 8
+
+
+@pytest.mark.parametrize("blocks", [0.5, 4, 4.5, 8])
+def test_as_many_bytes_of_loads_are_ahead_as_a_step_hides(blocks: float) -> None:
+    served = beside()
+    offload = served.manager._offload
+    assert offload is not None
+    block = offload.pool.block_bytes.item(0)
+    offload.lookahead_bytes = int(blocks * block)
+    for number, name in ((1, "c"), (2, "d")):
+        served.start(name, prompt(number, 17))
+    transfers = served.step({"b": 1})
+    sizes = [chunk.block_ids.size * block for chunk in (*offload._lookahead, *offload._later)]
+    most = [at for at in range(1, 1 + len(sizes)) if sum(sizes[:at]) <= offload.lookahead_bytes]
+    assert transfers is not None and len(transfers.lookahead) == max([1, *most]) and len(sizes) > 1
 
 
 @pytest.mark.parametrize("order", ["decode_first", "prefill_first"])

@@ -137,6 +137,47 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
             most = len(nodes)
 
 
+def test_names_of_forgotten_prompts_are_forgotten() -> None:
+    tree = PromptTree([2], 24)
+    for name in range(50):
+        tree.grow(name, np.arange(6))
+        tree.prune()
+    assert len(tree._roots) <= 4
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_state_that_is_computed_again_was_just_used(is_wanted: bool) -> None:
+    """And is wanted from now on if this prompt names its place."""
+    policy, no_ids = PrefixPolicy(state(block_size=4).growth, 4), np.zeros(0, np.int32)
+    tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
+    for block_id, number in ((1, 0), (2, 1), (3, 0)):
+        tokens = np.arange(4) + 10 * number
+        made = tree.cache(
+            *("a", tokens, [(0, no_ids)], np.array([block_id], np.int32)),
+            is_wanted=is_wanted and block_id == 3,
+        )
+        assert (made is None) == (block_id == 3)  # the older one stays
+    first = tree.prompts.walk("a", np.arange(4))[0][-1].checkpoints[4]
+    assert first.is_wanted == is_wanted
+    last = tree.checkpoints.one_too_many(1)
+    assert last is first if is_wanted else last is not None and last.blocks.tolist() == [2]
+
+
+def test_a_block_of_a_checkpoint_does_not_replace_one_in_host_memory() -> None:
+    """It would be forgotten for its column alone, and the checkpoint would stay."""
+    tree = PrefixTree(
+        [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=99, host_ids=5
+    )
+    tokens, here, on_host, partial = np.arange(4), *np.array([[1], [6], [2]])
+    tree.cache("a", tokens, [(0, here)])
+    tree.move(here, on_host)
+    tree.cache("a", tokens[:3], [(0, here[:0])], partial)
+    tree.cache("a", tokens, [(0, partial)])
+    assert tree.are_cached(on_host) and not tree.are_cached(partial)
+    tree.forget(partial)
+    assert not tree.checkpoints.num_blocks
+
+
 @pytest.mark.parametrize(
     ("name", "shares_rows", "ends"),
     [
@@ -153,6 +194,16 @@ def test_the_end_of_a_prefix_is_not_written_over(name: str, shares_rows: bool, e
         tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
         tree.cache("a", np.arange(position), [(0, np.array([1]))], np.array([2], np.int32))
         assert tree.read_only_until[:3].tolist() == [0, 4, end]
+
+
+def test_a_tree_forgets_prompts_without_cached_blocks() -> None:
+    tree = PrefixTree(
+        [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=16, host_ids=9
+    )
+    for number in range(9):
+        tree.cache("a", np.arange(8) + 10 * number, [(0, np.array([1, 2]))])
+        assert sum(node.tokens.size for node in tree.prompts.nodes if node) <= 16
+        tree.forget(np.array([1, 2]))
 
 
 def test_a_block_is_what_its_copy_is_until_others_write_to_it() -> None:

@@ -250,6 +250,52 @@ def test_events_describe_the_group_of_their_blocks(name: str, ranks: int) -> Non
     ]
 
 
+@pytest.mark.parametrize("name", ["full", "windows", "chunks", "all", "single"])
+def test_a_prompt_computed_twice_outlives_the_blocks_that_were_cached_first(
+    name: str, monkeypatch
+) -> None:
+    monkeypatch.setitem(LAYERS, "single", {"a": full(block_size=1)})
+    manager = BlockManager(plan_of(name, 80 if name == "single" else 40), max_requests=3)
+    shape = StepShape.for_plan(manager.plan, max_requests=3, max_tokens=36)
+    tokens = np.arange(12)
+    for request in "ab":
+        manager.start(request, tokens)
+    manager.step(shape, dict.fromkeys("ab", 12))  # each has blocks of its own
+    kept = manager.prefix_stats().cached_blocks
+    manager.finish("a")
+    free = manager.num_free_blocks
+    while manager.prefix_stats().evicted_blocks < kept:
+        manager.start("c", np.arange(100, 148) + 100 * manager.num_uploads)
+        for _ in range(4):
+            manager.step(shape, {"c": 12})
+        manager.finish("c")
+    assert manager.num_free_blocks == free
+    assert not manager.find_prefix([*tokens, 0]).num_cached_tokens
+    manager.finish("b")
+    assert manager.find_prefix([*tokens, 0]).num_cached_tokens == (8 if name == "all" else 12)
+
+
+@pytest.mark.parametrize("wanted", ["shared", "named", "neither"])
+def test_a_state_that_prompts_go_on_from_outlives_ends_of_others(wanted: str) -> None:
+    manager = BlockManager(plan_of("none", num_blocks=100), max_requests=1, checkpoint_share=0.1)
+    shape = StepShape.for_plan(
+        manager.plan, max_requests=1, max_tokens=12, forks=1, cached_tokens=9
+    )
+
+    def serve(tokens: list[int], **options) -> None:
+        hit = manager.start("a", tokens, **options)
+        for end in (*hit.chunk_ends[:-1], len(tokens)):
+            manager.step(shape, {"a": end - manager.num_computed_tokens("a")})
+        manager.finish("a")
+
+    serve([1] * 9, boundaries=[4] if wanted == "named" else ())
+    if wanted == "shared":
+        serve([1] * 10)
+    for number in range(2, 22):  # more than there is room for
+        serve([number] * 9)
+    assert (manager.find_prefix([1] * 11).num_cached_tokens > 0) == (wanted != "neither")
+
+
 class InOrderOfUse:
     """A manager of states, and the order in which they are to be evicted, by its definition.
 
