@@ -17,6 +17,7 @@ from tests.traffic.oracle import OFFSET, ROWS, SMALL, VOCAB, WIDTH, Layer, make_
 
 SECOND, OTHERS = -0.5, -1e4  # logits of the second token, and of those that are never sampled
 RECURRENT = ("linear", "delta", "mamba", "conv")
+OWNERS = ("full", "sliding", "mla", "pooled")
 KINDS = tuple(kind for kind in ROWS if kind != "shared")
 # Scores are integers: a step of the distance to a class outweighs the newest position.
 OF_CLASS, OF_PLACE = 2.0**10, 16.0  # of 64 places
@@ -67,7 +68,11 @@ def random_model(draw: random.Random) -> Model:
         for _ in range(draw.choice([1, 1, 1, 2])):
             name = f"{kind}.{len(layers)}"
             layers[name], specs[name] = one, spec
-    owners = [name for name, layer in layers.items() if layer.kind in ("full", "sliding", "mla")]
+            if kind == "pooled":  # groups are whole before tokens leave the ring
+                size = {"block_size": one.span + draw.choice([0, 1, 3]), "dtype": spec.dtype}
+                ring = jaxkv.RingSpec(group_size=one.span, head_size=WIDTH, **size)
+                specs[f"{name}.ring"] = ring
+    owners = [name for name, layer in layers.items() if layer.kind in OWNERS]
     if owners and draw.random() < 0.25:
         owner = draw.choice(owners)
         name = f"shared.{len(layers)}"
@@ -103,6 +108,10 @@ def random_layer(draw: random.Random, kind: str) -> tuple[Layer, jaxkv.specs.Lay
     size |= {"dtype": draw.choice(["f32", "f32", "bf16", "f16"])}
     span = draw.choice([1, 3, 4, 6, 8])
     limits = {"sliding": {"sliding_window": span}, "chunked": {"chunk_size": span}}.get(kind, {})
+    if kind == "pooled":
+        span = draw.choice([1, 2, 4])
+        size |= {"block_size": span * draw.choice([1, 2, 4]), "head_size": WIDTH}
+        return Layer(kind, span=span), jaxkv.MLASpec(**size, compress_ratio=span)
     if kind.endswith("mla"):
         limits = {"sliding_window": span} if kind == "sliding_mla" else {}
         spec = jaxkv.MLASpec if kind == "mla" else jaxkv.SlidingWindowMLASpec
@@ -135,7 +144,7 @@ def random_plan(draw: random.Random, specs: dict[str, Any]) -> jaxkv.Plan:
 
 def kernel_block_size(draw: random.Random, group: Any) -> int:
     size = group.block_size
-    if group.growth.stores == "state":
+    if group.growth.stores in ("state", "ring"):
         return size
     return draw.choice([part for part in range(1, size + 1) if size % part == 0])
 
@@ -166,8 +175,15 @@ def hidden_states(layers: Layers, params: dict[str, Any], step: jaxkv.StepContex
     far = jnp.zeros(len(x), jnp.float32)  # from an integer
     for name, layer in layers:
         of = params[name]
+        owner = dict(layers)[layer.owner or name]
         if layer.kind in RECURRENT:
             y = recurrent(name, layer, x, of["matrices"], of["taps"], step)
+        elif layer.kind == "pooled":
+            values = floats(times(x, of["matrices"][0]) % M)
+            own = step.call(pool_group, f"{name}.ring", values, span=layer.span)
+            y = own.sum(axis=1) + step.call(whole_groups, name, own[:, 0], span=layer.span)
+        elif owner.kind == "pooled":
+            y = step.call(whole_groups, name, None, span=owner.span)
         else:
             y = attention(name, layer, dict(layers), places, x, of["matrices"], step)
         whole = jnp.round(y)
@@ -238,6 +254,50 @@ def attention(
     out = out.reshape(len(x), heads, 2, WIDTH)
     odd = 2 * jnp.arange(heads, dtype=jnp.float32)[None, :, None] + 1
     return (odd * out[:, :, 0] * floats(count, 1, 1) + (odd + 2) * out[:, :, 1]).sum(axis=1)
+
+
+def pool_group(
+    cache: jaxkv.KVCache, layer: str, batch: jaxkv.StepBatch, values: jax.Array, *, span: int
+) -> tuple[jaxkv.KVCache, jax.Array]:
+    """Writes the values to a ring, and returns two parts of a sum over the group of each token.
+
+    [T, 2, WIDTH]: the sum of its values, and what the rule counts beyond that.
+    """
+    places, requests = batch.positions, jnp.maximum(batch.token_requests, 0)
+    stored_rows = jaxkv.read_rows(cache, layer, batch)  # of earlier steps
+    rows = stored_rows[requests].astype(jnp.float32)
+    first = (batch.seq_lens - batch.query_lens)[requests]
+    plain, more = jnp.zeros_like(values), jnp.zeros_like(values)
+    for back in range(span):
+        at = jnp.maximum(places - back, 0)
+        stored = jnp.take_along_axis(rows, (at % rows.shape[1])[:, None, None], axis=1)[:, 0]
+        given = values[jnp.maximum(jnp.arange(len(values)) - back, 0)]
+        value = jnp.where((at >= first)[:, None], given, stored)
+        value = jnp.where((back <= places % span)[:, None], value, 0)
+        plain, more = plain + value, more + back * value
+    new = jaxkv.write_rows(cache, layer, batch, values.astype(stored_rows.dtype))
+    return new, jnp.stack([plain, more], axis=1)
+
+
+def whole_groups(
+    cache: jaxkv.KVCache,
+    layer: str,
+    batch: jaxkv.StepBatch,
+    sums: jax.Array | None,
+    *,
+    span: int,
+) -> tuple[jaxkv.KVCache, jax.Array] | jax.Array:
+    """Writes the sums of the groups that are whole, and returns one over all that a token sees."""
+    places, requests = batch.positions, jnp.maximum(batch.token_requests, 0)
+    if sums is not None:
+        ends = (places >= 0) & ((places + 1) % span == 0)
+        rows = sums.astype(jaxkv.read_rows(cache, layer, batch).dtype)
+        cache = jaxkv.write_rows(cache, layer, batch, rows, mask=ends)
+    rows = jaxkv.read_rows(cache, layer, batch)[requests].astype(jnp.float32)
+    groups = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    seen = groups < (places[:, None] + 1) // span
+    parts = jnp.where(seen[:, :, None], rows, 0) * floats(groups[0] + 1, 1)[None]
+    return parts.sum(axis=1) if sums is None else (cache, parts.sum(axis=1))
 
 
 def recurrent(

@@ -15,7 +15,7 @@ SMALL = 4  # modulus of what recurrent layers take, so that sums of products sta
 OFFSET = 24  # SiLU changes nothing from there on, in float32
 FAR = 10**6  # outweighs every position
 ROWS = {"full": 4, "sliding": 4, "chunked": 4, "mla": 4, "sliding_mla": 4, "shared": 4}
-ROWS |= {"linear": 5, "delta": 5, "mamba": 5, "conv": 2}  # matrices of a layer
+ROWS |= {"linear": 5, "delta": 5, "mamba": 5, "conv": 2, "pooled": 2}  # matrices of a layer
 Numbers = np.ndarray
 
 
@@ -25,9 +25,9 @@ class Layer:
 
     kind: a key of `ROWS`.
     heads, width: KV heads of attention, and elements of a key.
-    span: tokens of its window, or of its chunk.
+    span: tokens of its window, of its chunk, or of a group that it pools.
     taps: width of its convolution.
-    owner: of the keys and values of a "shared" layer.
+    owner: of the keys and values, or the pooled rows, of a "shared" layer.
     """
 
     kind: str
@@ -65,6 +65,11 @@ def candidates(
         of = weights[name]
         if layer.kind in ("linear", "delta", "mamba", "conv"):
             y = _recurrent(layer, x, of["matrices"], of["taps"])
+        elif dict(layers)[layer.owner or name].kind == "pooled":
+            if layer.kind == "pooled":
+                stored[name] = _pooled(layer, x @ of["matrices"][0] % MODULUS)
+            open_groups, whole_groups = stored[layer.owner or name]
+            y = whole_groups + open_groups * (layer.kind == "pooled")
         else:
             if layer.kind != "shared":
                 stored[name] = _stored(layer, x, of["matrices"])
@@ -91,6 +96,20 @@ def _stored(layer: Layer, x: Numbers, matrices: Numbers) -> tuple[Numbers, Numbe
     heads = np.arange(1, layer.heads + 1)
     values = (x @ matrices[0])[:, None] * heads[:, None] % MODULUS
     return values, (x @ matrices[1])[:, : layer.heads] % MODULUS
+
+
+def _pooled(layer: Layer, values: Numbers) -> tuple[Numbers, Numbers]:
+    """Returns sums for each token, [T, WIDTH] each: of its own group, and of the whole ones.
+
+    A token counts once more for each that follows it up to the one that asks, in its group; a whole
+    group once more than the one before it.
+    """
+    places = np.arange(len(values))
+    back = places[:, None] - places[None]
+    in_group = (back >= 0) & (back <= places[:, None] % layer.span)
+    own = (in_group * (back + 1)) @ values
+    whole = (places[:, None] + 1) // layer.span > places[None] // layer.span
+    return own, (whole * (places[None] // layer.span + 1)) @ values
 
 
 def _attention(
