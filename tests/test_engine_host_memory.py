@@ -101,6 +101,10 @@ def test_weights_that_a_trainer_shards_otherwise_are_moved_and_nothing_compiles(
         outputs = served(engine, requests)
     assert not compilations
     assert_right(outputs, requests, OF_HEADS)
+    with pytest.raises(
+        ValueError, match=r"params\['embed'\] is on .*, and the cache on [^,]*: for"
+    ):
+        jaxkv.Engine(forward, sharded, make_plan(OF_HEADS), max_requests=1, max_tokens=1)
 
 
 def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,12 +238,12 @@ def test_only_what_both_engines_serve_in_one_order_is_compared(monkeypatch, caps
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(workloads.FULL) + 2 * len(workloads.ROLLOUTS)
     assert all(("vLLM" in line) != ("by generate" in line) for line in lines)
-    assert sum("rollouts, shared_prefixes=32" in line for line in lines) == len(workloads.ROLLOUTS)
+    assert sum("rollouts, shared_prefixes=0" in line for line in lines) == len(workloads.ROLLOUTS)
     ours, theirs = (
         [more for module, *more in asked if module == name]
         for name in ("jaxkv_engine", "vllm_engine")
     )
-    assert [groups for _, groups, _ in ours] == ["0", "0", "0", "32"]  # the first starts twice
+    assert [groups for _, groups, _ in ours] == ["", "", "", "0"]  # the first starts twice
     cached = [
         f'"enable_prefix_caching": {found}' in more[1]
         for more, found in zip(theirs, ("false", "true"), strict=True)

@@ -16,7 +16,7 @@ from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.engine._logprobs import most_likely, next_tokens, prompt_logprobs
 from jaxkv._src.engine._model import Model, apply_head
 from jaxkv._src.engine._outputs import StepOptions
-from jaxkv._src.engine._placement import without_mesh
+from jaxkv._src.engine._placement import check_devices, without_mesh
 from jaxkv._src.engine._processing import Processing, States
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
@@ -79,6 +79,7 @@ class Device:
         self._template, self.may_be_lost = CacheTemplate.from_cache(cache), False
         first, *others = cache.status.devices()
         self._only = None if others else first
+        check_devices(params, cache.status.devices())
         self.params = self.plain(params)
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
         # of one that no step shall go on from. They have the sharding of what steps return.

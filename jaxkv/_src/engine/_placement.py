@@ -8,6 +8,21 @@ from jax import Array
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 
+def check_devices(params: Any, devices: set[jax.Device]) -> None:
+    """Raises ValueError for weights that were put on other devices than the cache's."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, Array) and leaf.committed and leaf.sharding.device_set != devices:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is on {_shown(leaf.sharding.device_set)}, and "
+                f"the cache on {_shown(devices)}: for weights over a mesh pass cache=make_cache("
+                "plan, max_requests=, mesh=, axis=), or put both on the same devices"
+            )
+
+
+def _shown(devices: set[jax.Device]) -> str:
+    return ", ".join(sorted(map(str, devices)))
+
+
 def without_mesh(params: Any, device: jax.Device | None) -> Any:
     """Returns the weights of one device without the mesh that they may have, nothing copied.
 
@@ -16,8 +31,9 @@ def without_mesh(params: Any, device: jax.Device | None) -> Any:
     """
 
     def plain(leaf: Any) -> Any:
-        has_mesh = isinstance(leaf, Array) and isinstance(leaf.sharding, NamedSharding)
-        return jax.device_put(leaf, place) if has_mesh else leaf
+        if not (isinstance(leaf, Array) and isinstance(leaf.sharding, NamedSharding)):
+            return leaf
+        return jax.device_put(leaf, place) if leaf.sharding.device_set == {device} else leaf
 
     place = None if device is None else SingleDeviceSharding(device)
     return params if place is None else jax.tree.map(plain, params)

@@ -50,14 +50,14 @@ class Case(NamedTuple):
     """A model, the workloads that it serves, and the dtype of its keys and values.
 
     has_peer: whether vLLM's engine serves it, too.
-    shared_prefixes: of an engine of ours; each of several runs in a process of its own.
+    shared_prefixes: of an engine of ours, None is the default; each runs in a process of its own.
     """
 
     model: str
     kv_dtype: str | None = None
     chosen: tuple[Workload, ...] = workloads.FULL
     has_peer: bool = True
-    shared_prefixes: tuple[int, ...] = (0,)
+    shared_prefixes: tuple[int | None, ...] = (None,)
 
     @property
     def has_groups(self) -> bool:
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 OF_128 = tuple(Decode(128, 1024) if w == Decode(256, 1024) else w for w in workloads.FULL)
 CASES = (
     Case("llama-3.1-8b"),
-    Case("llama-3.1-8b", chosen=workloads.ROLLOUTS, shared_prefixes=(0, 32)),
+    Case("llama-3.1-8b", chosen=workloads.ROLLOUTS, shared_prefixes=(None, 0)),
     Case("llama-3.1-8b", "fp8", (Decode(256, 1024),)),
     Case("qwen3-0.6b", None, (Decode(1, 2048), Decode(64, 2048))),
     Case("qwen3.5-4b"),
@@ -83,8 +83,7 @@ CASES = (
 )
 # Over several devices (`timing.served_devices`).
 DIVIDED = tuple(
-    Case(model, chosen=workloads.DIVIDED, shared_prefixes=(32,))
-    for model in ("llama-3.1-8b", "qwen3-32b", "qwen3.5-4b")
+    Case(model, chosen=workloads.DIVIDED) for model in ("llama-3.1-8b", "qwen3-32b", "qwen3.5-4b")
 )
 TINY = {
     **{"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 256},
@@ -128,13 +127,14 @@ def _run_case(report: Report, case: Case) -> None:
         same = [w for w in case.chosen if not (isinstance(w, Trace) and w.by_generate)]
         theirs = _in_process("vllm_engine", config, same, str(folder), json.dumps(options))
     for groups, ours in found.items():
-        text = f", shared_prefixes={groups}" if groups else ""
+        text = "" if groups is None else f", shared_prefixes={groups}"
         _compare(report, case.name + text, ours, theirs)
 
 
-def _serve(config: dict[str, Any], case: Case, groups: int) -> dict[str, Any]:
+def _serve(config: dict[str, Any], case: Case, groups: int | None) -> dict[str, Any]:
     """Returns our figures; the first case starts twice, again with jax's compilation cache."""
-    options = case.kv_dtype or "", str(groups), str(timing.served_devices)
+    groups_text = "" if groups is None else str(groups)
+    options = case.kv_dtype or "", groups_text, str(timing.served_devices)
     with tempfile.TemporaryDirectory() as cache:
         kept = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": str(MEMORY_SHARE)}
         kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

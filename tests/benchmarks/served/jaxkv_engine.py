@@ -3,7 +3,8 @@
     python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json WORKLOADS DTYPE GROUPS \
         DEVICES
 
-DTYPE is the dtype of keys and values, or "", GROUPS ``shared_prefixes``, and DEVICES their number.
+DTYPE is the dtype of keys and values, or "", GROUPS ``shared_prefixes``, or "" for the default, and
+DEVICES their number.
 The weights are random. The results are a mapping from names of workloads to figures.
 """
 
@@ -45,7 +46,7 @@ class Server:
         memory_bytes: int | None = None,
         max_model_len: int = MAX_LEN,
         host_memory: jaxkv.HostMemory | None = None,
-        shared_prefixes: int = 0,
+        shared_prefixes: int | None = None,
         devices: int = 1,
     ):
         mesh = mesh_of(devices)
@@ -119,7 +120,7 @@ def main(config: str, results: str, chosen: str, kv_dtype: str, groups: str, dev
         max_requests=256,
         max_tokens=8192,
         kv_dtype=kv_dtype or None,
-        shared_prefixes=int(groups),
+        shared_prefixes=int(groups) if groups else None,
         devices=int(devices),
     )
     most = max([w.samples for w in to_run if isinstance(w, Trace)], default=1)
