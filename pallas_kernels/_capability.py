@@ -66,18 +66,30 @@ Kernel = Literal[
     "combine_latents",
 ]
 # What a kernel moves and multiplies with; "plain": loads and stores of threads.
-Instructions = Literal["plain", "TMA", "wgmma, TMA"]
+Instructions = Literal[
+    "plain",
+    "cp.async",
+    "TMA",
+    "mma, cp.async",
+    "mma, TMA",
+    "mma or wgmma, TMA",
+    "wgmma, TMA",
+]
 # The one table of kernels, GPUs and instructions. `make lane-gpus` compiles all of it.
 KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
     "zero_blocks": {"plain": ALL},
     "copy_blocks": {"plain": ALL},
     "write_rows": {"plain": ALL},
     "convolution": {"plain": ALL},
-    "recurrent_step": {"TMA": SINCE_HOPPER},
+    "recurrent_step": {"cp.async": AMPERE, "TMA": SINCE_HOPPER},
     "recurrent_prompt": {"wgmma, TMA": HOPPER},
-    "decode": {"wgmma, TMA": HOPPER},
+    "decode": {
+        "mma, cp.async": AMPERE,
+        "mma or wgmma, TMA": HOPPER,
+        "mma, TMA": BLACKWELL,
+    },
     "prefill": {"wgmma, TMA": HOPPER},
-    "combine": {"TMA": SINCE_HOPPER},
+    "combine": {"plain": AMPERE, "TMA": SINCE_HOPPER},
     "latents": {"wgmma, TMA": HOPPER},
     "combine_latents": {"plain": ALL},
 }

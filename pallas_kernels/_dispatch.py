@@ -65,7 +65,7 @@ def choose[T](
     """
     check_choice(get_args(Implementation), implementation=implementation)
     if implementation == "mosaic_gpu":
-        unsupported = _capability.why_unsupported(kernels, any_platform=True) or unsupported
+        unsupported = unsupported or _capability.why_unsupported(kernels, any_platform=True)
         if unsupported:
             raise NotImplementedError(f'implementation="mosaic_gpu": {unsupported}; use "xla"')
         return mosaic_gpu()

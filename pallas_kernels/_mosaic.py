@@ -96,9 +96,46 @@ def tiled(shape: tuple[int, ...], dtype: DTypeLike, align: int = 0) -> pl.Memory
       align: slices of columns begin at multiples of this many elements; 0: columns are not sliced.
     """
     item = jnp.dtype(dtype).itemsize
-    swizzle = math.gcd(128, (align or shape[-1]) * item)
-    transforms = plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return tiled_by(shape, dtype, math.gcd(128, (align or shape[-1]) * item))
+
+
+def tiled_by(shape: tuple[int, ...], dtype: DTypeLike, swizzle: int) -> pl.MemoryRef:
+    """Returns shared memory in tiles of 8 rows of ``swizzle`` bytes."""
+    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
+
+
+def add_by_mma(sums: Array, left: Array | Ref, right: Array | Ref) -> Array:
+    """Returns float32 sums plus the product of two matrices, by mma, which all GPUs have.
+
+    Args:
+      sums: in the layout of wgmma, which mma shares.
+      left, right: in shared memory, or loaded in the layouts of `plgpu.mma`.
+    """
+    layouts = plgpu.Layout.MMA_LHS(left.dtype), plgpu.Layout.MMA_RHS(right.dtype)
+    operands = [
+        ref if isinstance(ref, Array) else plgpu.load(ref, layout=layout)
+        for ref, layout in zip((left, right), layouts, strict=True)
+    ]
+    return plgpu.mma(plgpu.layout_cast(sums, plgpu.Layout.MMA_ACC(left.dtype)), *operands)
+
+
+def widen(array: Array, dtype: DTypeLike) -> Array:
+    """Returns 8-bit numbers in 16 bits, also on GPUs without instructions for it."""
+    is_int = array.dtype == jnp.int8
+    capability = _capability.compute_capability() or _capability.WITHOUT_GPU
+    if capability >= ((9, 0) if is_int else (8, 9)):
+        return array.astype(dtype)
+    bits = lax.bitcast_convert_type(array, jnp.uint8).astype(jnp.uint16)
+    if is_int:  # 1,024 plus the number and 128
+        value = lax.bitcast_convert_type((bits ^ 0x80) | 0x6400, jnp.float16) - 1152
+    elif array.dtype == jnp.float8_e5m2:  # the upper half of a float16
+        value = lax.bitcast_convert_type(bits << 8, jnp.float16)
+    else:
+        magnitude = (bits & 0x7F) << 7  # of a float16, but for the bias of its exponent
+        magnitude = lax.select(magnitude == 0x3F80, full_like(magnitude, 0x7E00), magnitude)  # NaN
+        value = lax.bitcast_convert_type(magnitude | ((bits & 0x80) << 8), jnp.float16) * 2**8
+    return value if dtype == jnp.float16 else value.astype(jnp.float32).astype(dtype)
 
 
 def full_like(array: Array, value: float) -> Array:

@@ -1,10 +1,12 @@
 """Small shared pieces of the suite: a hybrid plan, devices, compilation counts."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from pallas_kernels._capability import Kernel, why_unsupported
 
 ON_GPU = jax.default_backend() == "gpu"
 HAS_MOSAIC = jax.__version_info__ >= (0, 11)
@@ -29,6 +32,12 @@ needs_mosaic = pytest.mark.skipif(
 IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=needs_mosaic)]
 # With a number of ids that count, or None; `test_suite` interprets kernels without one.
 TREES = [("xla", None), ("xla", 3), pytest.param("mosaic_gpu", 3, marks=needs_mosaic)]
+
+
+def skip_without(*kernels: Kernel) -> None:
+    """Skips a test on a GPU that does not run all of these kernels."""
+    if reason := why_unsupported(kernels, any_platform=True):
+        pytest.skip(reason)
 
 
 def needs_devices(count: int) -> pytest.MarkDecorator:
@@ -50,8 +59,21 @@ def kernels_run() -> Iterator[None]:
         return
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    teach_mma()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         yield
+
+
+@functools.cache
+def teach_mma() -> None:
+    """Lets interpret mode, which does not know mma, multiply by XLA."""
+    from jax._src.pallas.mosaic_gpu.primitives import mma_p
+    from jax.interpreters import mlir
+
+    def multiply(sums: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        return sums + jnp.matmul(left, right, preferred_element_type=sums.dtype)
+
+    mlir.register_lowering(mma_p, mlir.lower_fun(multiply, multiple_results=False), "cpu")
 
 
 def hybrid_layers(kv_dtype: str = "fp8_e4m3") -> dict[str, LayerSpec]:

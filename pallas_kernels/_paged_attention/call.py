@@ -8,9 +8,10 @@ from jax import Array
 from jaxtyping import Float, Float32, Num
 
 from pallas_kernels._arguments import check_choice
-from pallas_kernels._capability import Implementation, Kernel
+from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import choose
 from pallas_kernels._paged_attention.arguments import check_arguments
+from pallas_kernels._paged_attention.decode_shape import list_kernels
 from pallas_kernels._paged_attention.limits import why_not_paged_attention
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.requests import RequestPages
@@ -98,18 +99,10 @@ def _run(
         return choose(
             implementation,
             why_not_paged_attention(arrays, config),
-            kernels=_list_kernels(arrays, config),
+            kernels=list_kernels(arrays, config),
             mosaic_gpu=lambda: _attend_mosaic(arrays, config),
             xla=lambda: attend_xla(arrays, config),
         )
-
-
-def _list_kernels(arrays: AttentionArrays, config: Config) -> list[Kernel]:
-    """Returns the kernels that a call may launch."""
-    if config.values_in_keys:
-        return ["latents", "combine_latents"]
-    may_prefill = arrays.query_start_loc is not None or arrays.shared is not None
-    return ["decode", "combine", *(["prefill"] if may_prefill else [])]
 
 
 def _see_nothing(arrays: AttentionArrays, config: Config) -> tuple[Output, LogSumExp]:

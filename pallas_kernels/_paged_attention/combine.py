@@ -13,9 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels import _capability
 from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store
 from pallas_kernels._paged_attention.common import PartialSoftmax, add_up, normalize
-from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
+from pallas_kernels._paged_attention.decode_block import COLUMNS, Outputs
+from pallas_kernels._paged_attention.decode_shape import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.tasks import Link, Tile, load_row
 
@@ -24,6 +26,7 @@ ROWS = 8  # of the output that a thread block computes
 # columns of the output, and many by several, for 64 of the columns.
 MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
 IN_ORDER = 16  # splits that are loaded together to be added one after another
+VALUES = plgpu.Layout.WGMMA.reduce(1)  # of a row of the output
 ELEMENTS_TOGETHER = 1024  # most elements of a row that a warpgroup loads together
 
 
@@ -169,6 +172,7 @@ class _Combiner:
             last = config.value_width - self.width
             self.columns = pl.ds(lax.min(part * self.width, last), self.width)
         self.first_row = row * ROWS
+        self.by_tma = _capability.instructions_of("combine") == "TMA"
         # Known beforehand where there is only one, for less code.
         self.is_first_part = lax.axis_size("part") == 1 or part == 0
         self.is_first_warpgroup = self.warpgroups == 1 or self.warpgroup == 0
@@ -254,10 +258,15 @@ class _Combiner:
 
     def _write(self, tile: Tile, result: Array) -> None:
         """Writes the tile's rows to their tokens."""
-        store(self.smem.staged.T, result.astype(self.smem.staged.dtype))
-        plgpu.commit_smem()
+        self._stage(result)
         self._write_rows(tile.token, tile.count, tile.skip)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _stage(self, result: Array) -> None:
+        """Stores [columns, rows] to the staged rows."""
+        result = result.astype(self.smem.staged.dtype)
+        if not self.by_tma:  # nor stmatrix
+            result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+        store(self.smem.staged.T, result)
 
     def _load(self, splits: PartialSoftmax[Ref], link: Link, index: Array) -> PartialSoftmax[Array]:
         """Loads one of the splits; past the last one, an empty split."""
@@ -277,15 +286,24 @@ class _Combiner:
         """Writes the staged rows of tokens ``skip`` to ``count - 1`` to their tokens and heads."""
         group, together = self.config.group, math.gcd(self.config.group, ROWS)
         begin = lax.max(skip * group - self.first_row, 0)
+        if self.by_tma:
+            plgpu.commit_smem()
 
         @pl.loop(begin, lax.min(count * group - self.first_row, ROWS), step=together)
         def _(row: Array) -> None:
             token = lax.div(self.first_row + row, group)
             head = self.head * group + lax.rem(self.first_row + row, group)
-            plgpu.copy_smem_to_gmem(
-                self.smem.staged.at[pl.ds(row, together)],
-                self.operands.out.at[first_token + token, pl.ds(head, together), self.columns],
-            )
+            if self.by_tma:
+                source = self.smem.staged.at[pl.ds(row, together)]
+                target = self.operands.out.at[first_token + token, pl.ds(head, together)]
+                plgpu.copy_smem_to_gmem(source, target.at[:, self.columns])
+                return
+            for i in range(together):
+                loaded = plgpu.load(self.smem.staged.at[row + i], layout=VALUES, optimized=False)
+                store(self.operands.out.at[first_token + token, head + i, self.columns], loaded)
+
+        if self.by_tma:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _clear_padding(self, used_tokens: Array) -> None:
         """Writes zeros for this thread block's share of the padding."""
@@ -296,11 +314,8 @@ class _Combiner:
         def _() -> None:
             zeros = jnp.zeros((self.width, ROWS), jnp.float32)
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            store(self.smem.staged.T, zeros.astype(self.smem.staged.dtype))
-            plgpu.commit_smem()
+            self._stage(zeros)
 
             @pl.loop(begin, num_tokens, step=num_tiles)
             def _(token: Array) -> None:
                 self._write_rows(token, 1)
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -8,15 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float32
 
-from pallas_kernels._mosaic import Ref, full_like
+from pallas_kernels._mosaic import Ref, add_by_mma, full_like, widen
 from pallas_kernels._paged_attention import common
 from pallas_kernels._paged_attention.common import multiply
-from pallas_kernels._paged_attention.decode_block import (
-    COLUMNS,
-    DecodeOperands,
-    DecodeScratch,
-    DecodeShape,
-)
+from pallas_kernels._paged_attention.copies import copies_of
+from pallas_kernels._paged_attention.decode_block import COLUMNS, DecodeOperands, DecodeScratch
+from pallas_kernels._paged_attention.decode_shape import DecodeShape
 from pallas_kernels._paged_attention.tasks import STEP, Tile
 
 NARROW = plgpu.Layout.WGMMA_8BIT
@@ -31,12 +28,15 @@ class RunningSoftmax(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step: its tile, its number, its stage, and a bit for each hole."""
+    """A step: its tile, its number, its stage, a bit for each hole, and whether it is the last
+    or almost the last: fewer steps than stages follow.
+    """
 
     tile: Tile
     step: Array
     stage: Array
     holes: Array
+    is_last: Array
 
 
 class DecodeSteps:
@@ -46,7 +46,7 @@ class DecodeSteps:
         self, shape: DecodeShape, operands: DecodeOperands, scratch: DecodeScratch[Ref]
     ) -> None:
         self.shape, self.config, self.steps = shape, shape.config, shape.steps
-        self.operands, self.smem = operands, scratch
+        self.operands, self.smem, self.copies = operands, scratch, copies_of(shape)
         self.head, self.worker = lax.axis_index("head"), lax.axis_index("worker")
         self.first_row, column = self.steps.head(operands.first_row[0], self.head)
         self.columns = pl.ds(column, self.config.row_width)
@@ -70,29 +70,19 @@ class DecodeSteps:
         """Starts loading the keys and values of a step."""
         n = self.steps.granule
         for j, row in enumerate(granule_rows):
-            plgpu.copy_gmem_to_smem(
-                self.operands.pages.at[pl.ds(row, n), self.columns],
-                self.smem.loaded.at[stage, pl.ds(j * n, n)],
-                self.smem.loaded_full.at[stage],
-            )
+            source = self.operands.pages.at[pl.ds(row, n), self.columns]
+            target = self.smem.loaded.at[stage, pl.ds(j * n, n)]
+            self.copies.start(source, target, self.smem.loaded_full, stage)
 
     def _step(self, here: Step, scale: Array, running: RunningSoftmax) -> RunningSoftmax:
         """Adds the 64 keys in a stage to a running softmax."""
-        shape, (tile, step, stage, holes) = (STEP, self.shape.rows), here
-        plgpu.barrier_wait(self.smem.loaded_full.at[stage])
+        shape, (tile, step, stage, holes, is_last) = (STEP, self.shape.rows), here
+        self.copies.wait(self.smem.loaded_full, stage, is_last)
         values = self.smem.loaded.at[
             stage, :, pl.ds(self.config.key_width, self.config.value_width)
         ]
         clean = values if self.smem.widened is None else self.smem.widened
-        keys = self._keys(stage)
-
-        def multiply_keys(products: Ref) -> Array:
-            plgpu.wgmma(products, keys, self.smem.query.T)
-            if self.shape.is_small:  # while the tensor cores work
-                self._clean_values(tile, step, holes, values, clean)
-            return products[...]
-
-        products = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
+        products = self._multiply_keys(stage)
         scores, factor = common.cap(self.config, products, scale)
         seen = self._seen(tile, step, holes, shape)
         scores = lax.select(seen, scores * factor, full_like(scores, -jnp.inf))
@@ -101,27 +91,35 @@ class DecodeSteps:
         shrink = jnp.exp2(running.highest - finite)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
         total = running.total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
-        self.smem.weights.T[...] = weights.astype(self.shape.compute)
-        if not self.shape.is_small:
-            self._clean_values(tile, step, holes, values, clean)
-        plgpu.commit_smem()
-        out: list[Array] = []
-        for (first, width), before in zip(self.config.value_parts, running.out, strict=True):
-            added = multiply(clean.at[:, pl.ds(first, width)].T, self.smem.weights.T)
-            out.append(before * lax.broadcast_in_dim(shrink, added.shape, [1]) + added)
+        self.copies.store_weights(self.smem.weights.T, weights.astype(self.shape.compute))
+        self._clean_values(tile, step, holes, values, clean)
+        self.copies.commit()
+        out = self._add_values(running.out, shrink, clean)
         return RunningSoftmax(out, highest, total)
 
-    def _keys(self, stage: Array) -> Array | Ref:
-        """Returns a step's keys in 16 bits."""
+    def _multiply_keys(self, stage: Array) -> Array:
+        """Returns the products of a step's keys and the queries, [STEP, columns]."""
         keys = self.smem.loaded.at[stage, :, pl.ds(0, self.config.key_width)]
-        if not self.shape.widens:
-            return keys
-        widened = keys[...].astype(self.shape.compute)
-        if self.smem.widened_keys is None:
-            return widened
-        self.smem.widened_keys[...] = widened
-        plgpu.commit_smem()
-        return self.smem.widened_keys
+        if self.shape.by_wgmma:
+            return multiply(keys, self.smem.query.T)
+        if self.shape.widens:
+            left = plgpu.Layout.MMA_LHS(self.shape.compute)
+            keys = widen(plgpu.load(keys, layout=left, optimized=False), self.shape.compute)
+        zeros = jnp.zeros((STEP, self.shape.rows), jnp.float32)
+        return add_by_mma(plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), keys, self.smem.query.T)
+
+    def _add_values(self, before: list[Array], shrink: Array, values: Ref) -> list[Array]:
+        """Returns the sums of values, shrunk, plus the values of a step times their weights."""
+        by_wgmma, weights = self.shape.by_wgmma, self.smem.weights.T
+        if not by_wgmma:  # once for all parts
+            weights = plgpu.load(weights, layout=plgpu.Layout.MMA_RHS(self.shape.compute))
+        out: list[Array] = []
+        for (first, width), sums in zip(self.config.value_parts, before, strict=True):
+            part = values.at[:, pl.ds(first, width)].T
+            sums = sums * lax.broadcast_in_dim(shrink, sums.shape, [1])
+            added = sums + multiply(part, weights) if by_wgmma else add_by_mma(sums, part, weights)
+            out.append(added)
+        return out
 
     def _seen(self, tile: Tile, step: Array, holes: Array, shape: tuple[int, int]) -> Array:
         """Returns bool[STEP, columns]: which keys of a step each query sees."""
@@ -145,4 +143,4 @@ class DecodeSteps:
             @pl.when(~partial)
             def _() -> None:
                 loaded = plgpu.load(values, layout=NARROW)
-                clean[...] = loaded.astype(self.shape.compute)
+                clean[...] = widen(loaded, self.shape.compute)

@@ -2,13 +2,14 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels._paged_attention.decode_shape import decode_shape
 from pallas_kernels._paged_attention.rule import Config
+from pallas_kernels._paged_attention.steps import GRANULE
 from pallas_kernels._paged_attention.tiles import AttentionArrays
 
 MIN_WIDTH, MAX_WIDTH = 64, 256  # of keys and of values
 WIDTHS, WIDTHS_IN_8_BITS = 16, 64  # widths are multiples of these
 MAX_GROUP = 64  # rows of the queries of one token
-GRANULE = 8  # rows; a copy of a page begins at a multiple of it, and has a multiple of it
 # Of latent vectors, whose value is a part of the key: what fits into shared memory.
 MAX_LATENT_KEY, MAX_LATENT_VALUE, MAX_LATENT_GROUP = 576, 512, 128
 INT32_MAX = 2**31 - 1
@@ -23,7 +24,11 @@ def why_not_paged_attention(arrays: AttentionArrays, config: Config) -> str | No
         return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
     if config.row_packing is not None and queries != jnp.bfloat16:
         return f"queries are {queries}, and the kernel of packed vectors takes bfloat16"
-    return _why_not_shape(config, pages.itemsize) or _why_not_layout(arrays)
+    return (
+        _why_not_shape(config, pages.itemsize)
+        or _why_not_layout(arrays)
+        or _why_not_decode(arrays, config)
+    )
 
 
 def _why_not_shape(config: Config, page_bytes: int) -> str | None:
@@ -47,6 +52,24 @@ def _why_not_shape(config: Config, page_bytes: int) -> str | None:
         )
     if config.group > MAX_GROUP:
         return f"a KV head has {config.group} query heads, and the kernels take at most {MAX_GROUP}"
+    return None
+
+
+def _why_not_decode(arrays: AttentionArrays, config: Config) -> str | None:
+    """Returns why the decode kernel has no room for a tile of one query, or cannot load pages."""
+    if config.values_in_keys:
+        return None
+    shape = decode_shape(arrays, config, config.group)
+    if not shape.swizzle:
+        return (
+            f"keys are {config.key_width} wide, values {config.value_width} and pages have "
+            f"{config.page_tokens} tokens, which cp.async does not copy by all warps"
+        )
+    if not shape.stages:
+        return (
+            f"{config.group} query heads of a KV head, keys {config.key_width} wide and values "
+            f"{config.value_width} do not fit into the shared memory of this GPU"
+        )
     return None
 
 

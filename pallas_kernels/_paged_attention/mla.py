@@ -5,14 +5,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels._mosaic import written
-from pallas_kernels._paged_attention.decode_block import SINKS, DecodeShape
+from pallas_kernels._paged_attention.decode_shape import (
+    SINKS,
+    DecodeShape,
+    page_and_compute_dtype,
+    step_sizes,
+)
 from pallas_kernels._paged_attention.mla_combine import combine_latents
 from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num_workers
 from pallas_kernels._paged_attention.mosaic import (
     lse_of_tokens,
-    page_and_compute_dtype,
     shared_queries,
-    step_sizes,
     tile_numbers,
     tile_queries,
     used_tokens,

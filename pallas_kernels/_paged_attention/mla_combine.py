@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._mosaic import Ref, call_unfused
 from pallas_kernels._paged_attention.combine import CombineOperands
 from pallas_kernels._paged_attention.common import PartialSoftmax, add_up, normalize
-from pallas_kernels._paged_attention.decode_block import SINKS, VALUE_SCALE
+from pallas_kernels._paged_attention.decode_shape import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import SharedSplits
 from pallas_kernels._paged_attention.tasks import Link, TaskMap, Tile, load_row

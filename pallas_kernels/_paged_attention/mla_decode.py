@@ -20,8 +20,8 @@ from jaxtyping import Float32
 from pallas_kernels import _capability, _mosaic
 from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store, tiled
 from pallas_kernels._paged_attention import common
-from pallas_kernels._paged_attention.common import Granule, PartialSoftmax, add_product, multiply
-from pallas_kernels._paged_attention.decode_block import SCALE, DecodeShape
+from pallas_kernels._paged_attention.common import PartialSoftmax, add_product, multiply
+from pallas_kernels._paged_attention.decode_shape import SCALE, DecodeShape
 from pallas_kernels._paged_attention.mla_latents import (
     COLUMNS,
     HALVES,
@@ -32,6 +32,7 @@ from pallas_kernels._paged_attention.mla_latents import (
     opaque_zero,
 )
 from pallas_kernels._paged_attention.pages import StridedPages
+from pallas_kernels._paged_attention.steps import Granule
 from pallas_kernels._paged_attention.tasks import STEP, TaskMap, Tile, Worker, load_row, split_steps
 
 ROWS = 64  # of queries, in a thread block

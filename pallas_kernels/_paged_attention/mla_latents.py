@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, Scratch, full_like, tiled
-from pallas_kernels._paged_attention.decode_block import DecodeShape
+from pallas_kernels._paged_attention.decode_shape import DecodeShape
 from pallas_kernels._paged_attention.packed import GROUP
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.tasks import STEP

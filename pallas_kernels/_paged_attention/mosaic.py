@@ -7,9 +7,19 @@ from jax import Array, lax
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import Ref, written
 from pallas_kernels._paged_attention.combine import combine
-from pallas_kernels._paged_attention.common import LOG2E, PartialSoftmax, Steps
+from pallas_kernels._paged_attention.common import LOG2E, PartialSoftmax
 from pallas_kernels._paged_attention.decode import decode
-from pallas_kernels._paged_attention.decode_block import DecodeShape, Outputs
+from pallas_kernels._paged_attention.decode_block import Outputs
+from pallas_kernels._paged_attention.decode_shape import (
+    DecodeShape,
+    decode_shape,
+    decode_size,
+    list_kernels,
+    max_queries,
+    may_have_many,
+    page_and_compute_dtype,
+    step_sizes,
+)
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
 from pallas_kernels._paged_attention.prefill_tasks import (
     QUERIES,
@@ -29,7 +39,7 @@ from pallas_kernels._paged_attention.shared import (
     split_shared,
     tile_shared,
 )
-from pallas_kernels._paged_attention.tasks import STEP, FixedSplits, share_out
+from pallas_kernels._paged_attention.tasks import FixedSplits, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     Cut,
@@ -38,7 +48,6 @@ from pallas_kernels._paged_attention.tiles import (
     one_query_each,
 )
 
-MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile of decoding
 MAX_ELEMENTS = 128 * 128  # keys of a step times the width of values, limited by registers
 
 
@@ -49,16 +58,17 @@ def attend_mosaic(arrays: AttentionArrays, config: Config) -> tuple[Array, Array
     """
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, config.value_width), config.out_dtype))
-    size = _decode_size(arrays, config)
+    size, has_prefill = decode_size(arrays, config), "prefill" in list_kernels(arrays, config)
     if arrays.shared is not None:
-        lse = _attend_shared(arrays, config, arrays.shared, out)
-    elif not may_prefill(arrays, config, size):
-        tiles = _decode_tiles(arrays, config, Cut(size))
-        lse = lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config)
-    elif config.reproducible:
+        attend_shared = _attend_shared if has_prefill else _decode_shared
+        lse = attend_shared(arrays, config, arrays.shared, out)
+    elif has_prefill:
+        lse = _decode_and_prefill(arrays, config, size, out)
+    elif may_have_many(arrays, config, size):
         lse = _decode_all(arrays, config, size, out)
     else:
-        lse = _decode_and_prefill(arrays, config, size, out)
+        tiles = _decode_tiles(arrays, config, Cut(size))
+        lse = lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config)
     return written(out), lse
 
 
@@ -120,20 +130,14 @@ def _decode_all(arrays: AttentionArrays, config: Config, size: int, out: Ref) ->
     """Writes the output of all queries, and returns their log-sum-exp.
 
     One kernel serves requests of few and of many queries, so that a token has the same bits in a
-    decode and in a prompt. Those of many have larger tiles.
+    decode and in a prompt, or because the GPU has no other. Those of many have larger tiles.
     """
     few = cut_queries(arrays, config, Cut(size, is_single=True))
-    many = cut_queries(arrays, config, Cut(max(1, MAX_ROWS // config.group), least=size + 1))
+    many = cut_queries(arrays, config, Cut(max_queries(arrays, config), least=size + 1))
     lse = [
         lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config) for tiles in (few, many)
     ]
     return jnp.where(few.token_tiles[:, None] < 0, lse[1], lse[0])
-
-
-def may_prefill(arrays: AttentionArrays, config: Config, size: int) -> bool:
-    """Returns whether any request may have more queries than tiles of decoding, and enough."""
-    may_have_many = arrays.query_start_loc is not None and config.max_queries > size
-    return may_have_many and arrays.queries.shape[0] >= ROWS
 
 
 def _prefill_shape(arrays: AttentionArrays, config: Config) -> PrefillShape:
@@ -159,16 +163,6 @@ def _numbers_of_heads(arrays: AttentionArrays, config: Config) -> Array:
     return jnp.stack([scales, value_scale, sinks], axis=1)
 
 
-def _decode_size(arrays: AttentionArrays, config: Config) -> int:
-    """Returns the queries of a tile: about as many as the requests of the batch have.
-
-    At least `MIN_QUERIES`, because with padding in the batch requests have more than the average.
-    """
-    per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
-    usual = min(config.max_queries, max(MIN_QUERIES, per_request))
-    return min(1 << (usual - 1).bit_length(), MAX_QUERIES, max(1, MAX_ROWS // config.group))
-
-
 def _decode_tiles(arrays: AttentionArrays, config: Config, cut: Cut) -> QueryTiles:
     if arrays.query_start_loc is None:
         return one_query_each(arrays, config)
@@ -183,7 +177,8 @@ def _attend_shared(
     Attends to what requests share for all of them together, by the kernel for many queries, whose
     rows are the query heads of one KV head, and to the rest for each.
     """
-    parts, rows_config = tile_shared(arrays, config, shared), config.replace(group=1, causal=False)
+    parts = tile_shared(arrays, config, shared)
+    rows_config = config.replace(group=1, causal=False)
     shape = _prefill_shape(arrays, rows_config)
     workers = max(1, _capability.max_thread_blocks(1) // config.kv_heads)
     tiles, spans = split_shared(arrays, config, parts.tiles, shape.keys, workers)
@@ -198,6 +193,25 @@ def _attend_shared(
     return lse_of_tokens(_decode(arrays, config, tiles, out, common), tiles, config)
 
 
+def _decode_shared(
+    arrays: AttentionArrays, config: Config, shared: SharedPrefixes, out: Ref
+) -> Array:
+    """Does the same by the kernel of decodes alone, for GPUs without the other."""
+    size = max(1, max_queries(arrays, config) * config.group // row_stride(config))
+    parts = tile_shared(arrays, config, shared, size)
+    shape = decode_shape(arrays, config.replace(causal=False), size * row_stride(config))
+    queries = shared_queries(arrays.queries, parts, config, shape.rows).astype(shape.compute)
+    queries = jnp.swapaxes(queries, 1, 2)
+    tasks = share_out(parts.tiles, shape.num_workers, used_tokens(arrays))
+    numbers = tile_numbers(arrays, shape)
+    splits = decode(shape, tasks, arrays.block_tables, queries, arrays.pages, numbers)
+    tile = Tile(*tasks.tiles.T)
+    spans = jnp.stack([tile.first_split, tile.num_splits], axis=1)
+    common = SharedSplits.from_tiles(config, parts, spans, splits)
+    tiles = own_tiles(arrays, config, parts)
+    return lse_of_tokens(_decode(arrays, config, tiles, out, common), tiles, config)
+
+
 def _decode(
     arrays: AttentionArrays,
     config: Config,
@@ -206,11 +220,10 @@ def _decode(
     shared: SharedSplits | None = None,
 ) -> Array:
     """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
-    shape = _decode_shape(arrays, config, tiles.size * config.group)
     fixed = FixedSplits.from_config(config, arrays.block_tables.shape[1])
     # Others have parts in other kernels, or must be added up in the same way whatever their number.
-    # With 8-bit pages, finishing takes registers that one more thread block on an SM needs.
-    finishes = fixed is None and shared is None and not shape.widens
+    may_finish = fixed is None and shared is None
+    shape = decode_shape(arrays, config, tiles.size * config.group, may_finish)
     numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
@@ -218,39 +231,13 @@ def _decode(
         tasks = tasks if shared is None else shared.join(tasks)
         outputs = Outputs(out, jax.new_ref(jnp.empty(queries.shape[:3], jnp.float32)))
         given = shape, tasks, arrays.block_tables, queries, arrays.pages, numbers
-        splits = decode(*given, outputs if finishes else None)
+        splits = decode(*given, outputs if shape.finishes else None)
         linked = None if shared is None else shared.splits
         given = config, tasks.tiles, splits, numbers, outputs, linked
-        combine(*given, num_workers=shape.num_workers, finished=finishes)
+        combine(*given, num_workers=shape.num_workers, finished=shape.finishes)
         return written(outputs.lse)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), config, fixed)
-
-
-def _decode_shape(arrays: AttentionArrays, config: Config, rows: int) -> DecodeShape:
-    page, compute = page_and_compute_dtype(arrays)
-    rows = -(-rows // 8) * 8
-    return DecodeShape(config, step_sizes(arrays, STEP), rows, page, compute)
-
-
-def page_and_compute_dtype(arrays: AttentionArrays) -> tuple[jnp.dtype, jnp.dtype]:
-    """Returns the dtype of pages and the 16-bit dtype of products; 8-bit floats need float16."""
-    page = jnp.dtype(arrays.pages.dtype)
-    is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
-    return page, jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype
-
-
-def step_sizes(arrays: AttentionArrays, size: int) -> Steps:
-    pages = arrays.pages
-    return Steps(
-        size,
-        page_tokens=pages.tokens,
-        num_pages=pages.num_pages,
-        width=arrays.block_tables.shape[1],
-        page_rows=pages.page_rows,
-        head_rows=pages.head_rows,
-        head_columns=0 if pages.heads_first else pages.width,
-    )
 
 
 def used_tokens(arrays: AttentionArrays) -> Array:

@@ -31,10 +31,10 @@ from pallas_kernels._paged_attention.common import (
     multiply,
 )
 from pallas_kernels._paged_attention.decode_block import Outputs
-from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, PrefillTile
 from pallas_kernels._paged_attention.rule import Config
+from pallas_kernels._paged_attention.steps import GRANULE
 from pallas_kernels._paged_attention.tasks import load_field, load_row
 
 WARPGROUPS = QUERIES // ROWS  # that compute

@@ -83,9 +83,11 @@ def tile_size(config: Config) -> int:
     return max(1, (LATENT_ROWS if config.values_in_keys else QUERIES) // row_stride(config))
 
 
-def tile_shared(arrays: AttentionArrays, config: Config, shared: SharedPrefixes) -> SharedTiles:
-    """Cuts groups of requests into tiles of as many as fill the rows of one."""
-    size, batch = tile_size(config), arrays.block_tables.shape[0]
+def tile_shared(
+    arrays: AttentionArrays, config: Config, shared: SharedPrefixes, size: int | None = None
+) -> SharedTiles:
+    """Cuts groups of requests into tiles of ``size``; None: of as many as fill the rows of one."""
+    size, batch = size or tile_size(config), arrays.block_tables.shape[0]
     ends = jnp.clip(shared.ends, 0, shared.members.shape[0])
     counts = jnp.maximum(jnp.diff(ends, prepend=0), 0)
     begins = ends - counts

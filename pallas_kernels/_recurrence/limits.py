@@ -34,6 +34,15 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
     row = rule.key_size * item
     if states.start % row or states.extent_bytes % row:
         return f"states, or the bytes between them, are not multiples of {row} bytes"
+    if _capability.instructions_of("recurrent_step") == "cp.async" and (
+        rule.key_size % 64
+        or rule.value_size % 64
+        or math.gcd(states.start, states.extent_bytes) % (8 * row)
+    ):
+        return (
+            "the kernel needs compute capability 9.0 for keys and values that are no multiples of "
+            f"64, and for states that do not begin at multiples of {8 * row} bytes"
+        )
     if states.data.size * states.data.dtype.itemsize // row > INT32_MAX:
         return "pages have more rows than int32 counts"
     few = most if most <= MAX_STEP_TOKENS else 1

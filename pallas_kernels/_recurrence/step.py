@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
 from pallas_kernels._bitcast import as_elements, from_words
-from pallas_kernels._mosaic import Ref, Scratch, call_unfused, writable, written
+from pallas_kernels._mosaic import Ref, Scratch, call_unfused, tiled_by, writable, written
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
 from pallas_kernels._recurrence.step_kernel import Stepper
@@ -99,6 +99,9 @@ def _scratch(shape: StepShape) -> list[Scratch]:
     scratch: list[Scratch] = [plgpu.SMEM(size, dtype) for size, dtype in shape.scratch]
     if shape.conv_width:
         scratch[-1] = outputs_scratch(shape)
+    if not shape.by_tma:  # Mosaic copies by cp.async to tiles only
+        size, dtype = shape.scratch[0]
+        return [tiled_by(size, dtype, 128), *scratch[1:]]
     return [
         *scratch,
         plgpu.Barrier(num_barriers=shape.stages),
@@ -109,6 +112,8 @@ def _scratch(shape: StepShape) -> list[Scratch]:
 def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) -> bool:
     """Returns whether the convolution can be, and is better, a part of the kernel of the step."""
     states, pages = tokens.states, conv.pages
+    if _capability.instructions_of("recurrent_step") == "cp.async":  # short rows take TMA
+        return False
     if rule.key_size % 128 or rule.value_size % 128 or requests.spans is not None:
         return False
     ratio = states.itemsize // pages.itemsize

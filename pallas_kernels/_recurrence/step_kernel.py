@@ -14,6 +14,7 @@ from pallas_kernels._recurrence.step_common import Item, tile_layout
 from pallas_kernels._recurrence.step_convolution import StepConvolution
 from pallas_kernels._recurrence.step_shape import StepShape
 
+VECTOR = plgpu.Layout.WGMMA.reduce(1)  # of the numbers of a head
 Gates = tuple[Array | None, Array]  # the decay, None if each key has its own; and beta
 
 
@@ -43,7 +44,8 @@ class Stepper:
         if shape.conv_width:
             given = self.pages, conv_start, weights, bias, self.staged, next(rest), next(rest)
             self.conv = StepConvolution(shape, *given)
-        self.full, self.ready = next(rest), next(rest)
+        self.full: Ref = next(rest) if shape.by_tma else None
+        self.ready: Ref = next(rest) if shape.by_tma else None
         self.layout = tile_layout(shape.page.itemsize)
         self.row, self.column = self.layout.reduce(1), self.layout.reduce(0)
 
@@ -84,16 +86,33 @@ class Stepper:
         """Returns a tile of the state in a page."""
         rows = self.shape.rows
         start = page + self.head_row + item.head * self.rule.value_size + tile * rows
+        if not self.shape.by_tma:  # tiles are copied
+            start = pl.multiple_of(start, 8)
         return self.pages.at[pl.ds(start, rows)]
 
     def _fetch(self, item: Item, tile: Array | int, stage: Array | int) -> None:
-        plgpu.copy_gmem_to_smem(
-            self._rows(item.page, item, tile), self.loaded.at[stage], self.full.at[stage]
-        )
+        source, target = self._rows(item.page, item, tile), self.loaded.at[stage]
+        if self.shape.by_tma:
+            plgpu.copy_gmem_to_smem(source, target, self.full.at[stage])
+        else:
+            promised = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+            plgpu.copy_gmem_to_smem(source, target, oob_mode=promised)
+
+    def _wait(self, tile: Array) -> None:
+        """Waits for a tile."""
+        shape = self.shape
+        if shape.by_tma:
+            plgpu.barrier_wait(self.full.at[lax.rem(tile, shape.stages)])
+            return
+        ahead = max(shape.stages - 2, 0)  # tiles that are loaded later, or already
+        are_ahead = tile + ahead < shape.tiles
+        pl.when(are_ahead)(lambda: plgpu.wait_gmem_to_smem(ahead))
+        pl.when(~are_ahead)(lambda: plgpu.wait_gmem_to_smem(0))
 
     def _fetch_inputs(self, item: Item) -> None:
         """Starts loading the inputs of an item, and the inputs that its convolution saved."""
         shape, packed, width = self.shape, self.shape.packed, self.rule.key_size
+        copies: list[tuple[Ref, Ref]] = []
         for t in range(shape.staged):
             token = item.token
             if not shape.conv_width:
@@ -103,23 +122,33 @@ class Stepper:
                 if self.conv is not None and t < shape.conv_width - 1:
                     source = self.conv.words(item.page, t, column, n // packed)
                 target = self.staged.at[t, pl.ds(offset // packed, n // packed)]
-                plgpu.copy_gmem_to_smem(source, target, self.ready)
+                copies.append((source, target))
             if self.decays is not None and t < shape.tokens:
                 for j in range(shape.heads):
                     source = self.log_decay.at[token, pl.ds((item.head + j) * width, width)]
                     target = self.decays.at[t, pl.ds(j * width, width)]
-                    plgpu.copy_gmem_to_smem(source, target, self.ready)
+                    copies.append((source, target))
+        if not shape.by_tma:
+            loaded = [plgpu.load(ref, layout=VECTOR, optimized=False) for ref, _ in copies]
+            for value, (_, target) in zip(loaded, copies, strict=True):
+                store(target, value)
+            return
+        for source, target in copies:
+            plgpu.copy_gmem_to_smem(source, target, self.ready)
         if self.conv is not None:
             self.conv.fetch_taps(item, self.ready)
 
     def _run_item(self, item: Item) -> None:
         shape = self.shape
+        for stage in range(0 if shape.by_tma else shape.stages):
+            self._fetch(item, stage, stage)
         self._fetch_inputs(item)
-        for stage in range(shape.stages):
+        for stage in range(shape.stages if shape.by_tma else 0):
             self._fetch(item, stage, stage)
         write = self._page(self.write_ids[item.request, 0])
         gates = [[self._gates(item, t, j) for t in range(shape.tokens)] for j in range(shape.heads)]
-        plgpu.barrier_wait(self.ready)
+        if shape.by_tma:
+            plgpu.barrier_wait(self.ready)
         if self.conv is not None:
             self.conv.run(item, *write)
         vectors = None if shape.ragged else self._vectors(0)
@@ -134,7 +163,8 @@ class Stepper:
                 gates[0],
             )
             self._run_tile(item, stage, j, tile, vectors, chosen, write)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            if shape.by_tma:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             # The stage of the tile before this one is free.
             lookahead = tile + shape.stages - 1
 
@@ -142,7 +172,8 @@ class Stepper:
             def _() -> None:
                 self._fetch(item, lookahead, lax.rem(lookahead, shape.stages))
 
-        plgpu.wait_smem_to_gmem(0)
+        if shape.by_tma:
+            plgpu.wait_smem_to_gmem(0)
 
     def _store_zeros(self, item: Item) -> None:
         zeros = plgpu.layout_cast(jnp.zeros(self.shape.rows, jnp.float32), self.row)
@@ -195,7 +226,7 @@ class Stepper:
         shape, loaded = self.shape, self.loaded.at[stage]
         size = (shape.rows, self.rule.key_size)
         values = self._values(0, tile)
-        plgpu.barrier_wait(self.full.at[stage])
+        self._wait(tile)
         state = load(loaded, self.layout)
         state = jnp.where(lax.broadcast(item.is_known, size), state, 0.0)
         if vectors is not None:  # of one token
@@ -229,7 +260,8 @@ class Stepper:
 
             @pl.when(due)
             def _(page: Array = page, due: Array = due) -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if self.shape.by_tma:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._store_state(item, loaded, state, tile, page, due)
 
         return state
@@ -262,7 +294,11 @@ class Stepper:
     def _store_state(
         self, item: Item, loaded: Ref, state: Array, tile: Array, page: Array, is_known: Array
     ) -> None:
-        """Starts writing a tile of a state to its page, from where it was loaded to."""
+        """Starts writing a tile of a state to its page, by TMA from where it was loaded to."""
+        if not self.shape.by_tma:
+            rows = self._rows(page, item, tile)
+            pl.when(is_known)(lambda: store(rows, state.astype(self.shape.page)))
+            return
         store(loaded, state.astype(self.shape.page))
         plgpu.commit_smem()
 

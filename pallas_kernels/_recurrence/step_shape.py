@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels import _capability
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 
 TILE_BYTES = 16 * 1024  # of a tile of a state: what a thread block works on at once
@@ -30,6 +31,7 @@ class StepShape(NamedTuple):
     page: dtype of the pages.
     inner: dtype of the convolution's inputs.
     ragged: whether requests have other numbers of tokens than one.
+    by_tma: whether TMA copies; else states by cp.async, and the rest by loads and stores.
     """
 
     rule: Rule
@@ -46,6 +48,7 @@ class StepShape(NamedTuple):
     page: jnp.dtype
     inner: jnp.dtype
     ragged: bool
+    by_tma: bool
     page_rows: int
     num_pages: int
     batch: int
@@ -136,6 +139,7 @@ def step_shape(
         page=jnp.dtype(states.dtype),
         inner=tokens.inputs.dtype if conv is None else jnp.dtype(conv.pages.dtype),
         ragged=requests.spans is not None,
+        by_tma=_capability.instructions_of("recurrent_step") != "cp.async",
         page_rows=states.page_step * (states.extent_bytes // (width * size)),
         num_pages=states.num_pages,
         batch=requests.batch,

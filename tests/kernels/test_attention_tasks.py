@@ -490,9 +490,10 @@ def bytes_of(scratch: Any) -> int:
 
 @needs_mosaic
 @pytest.mark.parametrize(("pages", "unit"), [("bfloat16", 16), ("int8", 64)])
-def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int) -> None:
+def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int, monkeypatch) -> None:
     from pallas_kernels._paged_attention import mosaic, prefill
     from pallas_kernels._paged_attention.decode_block import DecodeScratch
+    from pallas_kernels._paged_attention.decode_shape import decode_shape
 
     for key, value in itertools.product(range(64, 272, unit), repeat=2):
         rule = rule_of("all keys").replace(
@@ -504,22 +505,30 @@ def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int) ->
         assert shape.keys * value <= 128 * 128, "registers are short"
         assert shape.keys == 128 or max(key, value) > 128, "small steps though large ones fit"
         assert value % shape.staged_width == 0 or shape.staged_width == 64
-        for rows in (8, 40, 64):
-            decode = mosaic._decode_shape(arrays, rule, rows)
-            scratch = DecodeScratch.from_shape(decode, None if decode.widens else rule.out_dtype)
-            assert bytes_of(scratch) * decode.thread_blocks_per_sm <= 226 * 1024
+        for capability, limit in {(8, 0): 163, (8, 9): 99, (9, 0): 227, (12, 0): 99}.items():
+            monkeypatch.setattr(_capability, "compute_capability", lambda at=capability: at)
+            for rows in (8, 40, 64):
+                decode = decode_shape(arrays, rule, rows, finishes=True)
+                assert decode.by_tma == (capability >= (9, 0))
+                assert decode.stages == 2 or (limit < 227 and max(key, value) > 128)
+                if not decode.stages:  # and then tiles have fewer rows
+                    assert limit == 99 and rows > 8 and key + value >= 400
+                    continue
+                used = bytes_of(DecodeScratch.from_shape(decode))
+                assert used * decode.thread_blocks_per_sm <= limit * 1024
+        monkeypatch.undo()
 
 
 @needs_mosaic
 def test_a_tile_of_decoding_has_about_as_many_queries_as_requests_and_few_rows() -> None:
+    from pallas_kernels._paged_attention.decode_shape import decode_size
     from pallas_kernels._paged_attention.mla import _tile_size
-    from pallas_kernels._paged_attention.mosaic import _decode_size
 
     sizes = itertools.product((1, 3, 20, 40, 64), (8, 12, 20, 100), (1, 2, 6, 99))
     for group, tokens, most in sizes:
         rule = rule_of("all keys").replace(group=group, max_queries=most)
         arrays = call_of(rule, "bfloat16", tokens, batch=8)
-        size = _decode_size(arrays, rule)
+        size = decode_size(arrays, rule)
         wanted = min(most, max(4, math.ceil(tokens / 8)))
         assert size == 1 or (size <= 8 and size * group <= 64)
         assert size < 2 * wanted and (size >= wanted or 2 * size > min(8, 64 // group))

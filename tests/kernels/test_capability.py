@@ -35,14 +35,12 @@ def test_the_default_suits_the_device() -> None:
     assert default_implementation() == ("mosaic_gpu" if ON_GPU and HAS_MOSAIC else "xla")
 
 
-# By hand, from NVIDIA's PTX manual: wgmma is for sm_90a alone, TMA and stmatrix from sm_90 on.
+# By hand, from NVIDIA's PTX manual: wgmma is for sm_90a alone; all others have a kernel without.
 ALL = set(get_args(_capability.Kernel))
-BY_WGMMA = {"decode", "prefill", "latents", "recurrent_prompt"}
-BY_TMA = {"combine", "recurrent_step"}
+BY_WGMMA = {"prefill", "latents", "recurrent_prompt"}
 RUNS = {
-    **dict.fromkeys(("8.0", "8.6", "8.7", "8.9"), ALL - BY_WGMMA - BY_TMA),
+    **dict.fromkeys("8.0 8.6 8.7 8.9 10.0 10.3 11.0 12.0 12.1".split(), ALL - BY_WGMMA),
     "9.0": ALL,
-    **dict.fromkeys(("10.0", "10.3", "11.0", "12.0", "12.1"), ALL - BY_WGMMA),
     **{unknown: set() for unknown in ("7.5", "9.1", "13.0", "13.7", "")},
 }
 

@@ -270,7 +270,8 @@ def test_splits_have_the_same_sum_however_many_workers_there_are(latent: bool, m
     """Workers come from the GPU and the batch, and decide how many splits are added at once."""
     from pallas_kernels._mosaic import written
     from pallas_kernels._paged_attention import combine
-    from pallas_kernels._paged_attention.decode_block import SINKS, Outputs
+    from pallas_kernels._paged_attention.decode_block import Outputs
+    from pallas_kernels._paged_attention.decode_shape import SINKS
     from pallas_kernels._paged_attention.mla_combine import combine_latents
     from pallas_kernels._paged_attention.partial import PartialSoftmax
 

@@ -1,0 +1,188 @@
+"""The constants of the decode kernel, and the tiles that fit into shared memory. No Mosaic."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import _capability
+from pallas_kernels._paged_attention.rule import Config
+from pallas_kernels._paged_attention.steps import Steps
+from pallas_kernels._paged_attention.tasks import STEP
+from pallas_kernels._paged_attention.tiles import AttentionArrays
+
+LOOKAHEAD_BYTES = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
+STAGES = 2  # steps that a thread block prefetches, if they fit
+SHARED_ALIGN, BARRIER_BYTES = 1024, 64  # of arrays in shared memory, and of all barriers
+SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
+# Bytes of a row in a tile of shared memory, largest first; smaller ones are read with conflicts.
+SWIZZLES = 128, 64, 32
+TILE_ROWS = 8
+WARPS = 4
+# mma is as fast as wgmma for few rows; with 64, each warp loads so many that it takes 1.1 times.
+MAX_MMA_ROWS = 16
+PREFILL_ROWS = 64  # queries of a warpgroup in the kernel for many; fewer tokens do not take it
+MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile
+
+
+class DecodeShape(NamedTuple):
+    """Constants of a compiled kernel.
+
+    rows: query heads of a tile, a multiple of 8.
+    page: dtype of the pages.
+    compute: 16-bit dtype of the products.
+    by_tma: whether pages are copied by TMA; else by cp.async.
+    by_wgmma: whether products are by wgmma; else by mma.
+    finishes: whether a tile that one thread block serves whole is finished there.
+    """
+
+    config: Config
+    steps: Steps
+    rows: int
+    page: jnp.dtype
+    compute: jnp.dtype
+    by_tma: bool = True
+    by_wgmma: bool = False
+    finishes: bool = False
+
+    @property
+    def widens(self) -> bool:
+        return self.page.itemsize == 1
+
+    @property
+    def staged(self) -> int:
+        """Returns the rows of the output that are written at once."""
+        return math.gcd(self.rows, 32) if self.finishes else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Returns the bytes of a key and its value."""
+        return self.config.row_width * self.page.itemsize
+
+    @property
+    def swizzle(self) -> int:
+        """Returns the bytes of a row in a tile of loaded pages; 0 if there is no tiling of them.
+
+        The warps that copy a granule by cp.async need tiles for all of them.
+        """
+        config, rows = self.config, self.steps.granule // TILE_ROWS
+        widest = math.gcd(128, math.gcd(config.key_width, config.value_width) * self.page.itemsize)
+        if self.by_tma:
+            return widest
+        for swizzle in [width for width in SWIZZLES if width <= widest]:
+            if rows % WARPS == 0 or self.row_bytes // swizzle % (WARPS // math.gcd(rows, 2)) == 0:
+                return swizzle
+        return 0
+
+    @property
+    def stages(self) -> int:
+        """Returns the steps that are prefetched; 0 if shared memory is too small."""
+        limit = _capability.shared_memory_bytes()
+        return max(n for n in range(STAGES + 1) if n == 0 or self._shared_bytes(n) <= limit)
+
+    @property
+    def thread_blocks_per_sm(self) -> int:
+        """Returns the thread blocks that fit on an SM and load `LOOKAHEAD_BYTES` at most."""
+        lookahead = self.stages * STEP * self.row_bytes
+        is_narrow = self.config.value_width <= (128 if self.widens else 64)
+        by_registers = 4 if self.rows == 8 and (is_narrow or not self.widens) else 2
+        if self.rows <= 16 and (is_narrow or self.widens):
+            by_registers = max(by_registers, 3)
+        by_memory = _capability.shared_memory_bytes() // self._shared_bytes(self.stages)
+        return max(1, min(by_registers, by_memory, LOOKAHEAD_BYTES // lookahead))
+
+    @property
+    def num_workers(self) -> int:
+        blocks = _capability.max_thread_blocks(self.thread_blocks_per_sm)
+        return max(1, blocks // self.config.kv_heads)
+
+    def _shared_bytes(self, stages: int) -> int:
+        """Returns the shared memory of a thread block."""
+        config, rows = self.config, self.rows
+        arrays = [
+            stages * STEP * self.row_bytes,
+            rows * config.key_width * 2,  # queries
+            rows * STEP * 2,  # weights
+            self.widens * STEP * config.value_width * 2,
+            *[self.staged * width * config.out_dtype.itemsize for _, width in config.value_parts],
+        ]
+        aligned = sum(-(-size // SHARED_ALIGN) * SHARED_ALIGN for size in arrays)
+        return aligned + BARRIER_BYTES
+
+
+def decode_shape(
+    arrays: AttentionArrays, config: Config, rows: int, finishes: bool = False
+) -> DecodeShape:
+    """Returns the constants of a call for tiles of so many query heads, rounded up."""
+    page, compute = page_and_compute_dtype(arrays)
+    # With 8-bit pages, finishing takes registers that one more thread block on an SM needs, and
+    # without TMA it takes stores of single elements.
+    instructions, rows = _capability.instructions_of("decode"), -(-rows // 8) * 8
+    by_tma = instructions != "mma, cp.async"
+    by_wgmma = instructions == "mma or wgmma, TMA" and page.itemsize > 1 and rows > MAX_MMA_ROWS
+    by_wgmma &= not config.reproducible  # bits must not depend on the queries of a request
+    return DecodeShape(
+        config,
+        step_sizes(arrays, STEP),
+        rows,
+        page,
+        compute,
+        by_tma=by_tma,
+        by_wgmma=by_wgmma,
+        finishes=finishes and by_tma and page.itemsize > 1,
+    )
+
+
+def max_queries(arrays: AttentionArrays, config: Config) -> int:
+    """Returns the most queries of a tile: what registers and shared memory hold."""
+    rows = MAX_ROWS
+    while rows > config.group and not decode_shape(arrays, config, rows).stages:
+        rows //= 2
+    return max(1, rows // config.group)
+
+
+def decode_size(arrays: AttentionArrays, config: Config) -> int:
+    """Returns the queries of a tile: about as many as the requests of the batch have.
+
+    At least `MIN_QUERIES`, because with padding in the batch requests have more than the average.
+    """
+    per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
+    usual = min(config.max_queries, max(MIN_QUERIES, per_request))
+    return min(1 << (usual - 1).bit_length(), MAX_QUERIES, max_queries(arrays, config))
+
+
+def may_have_many(arrays: AttentionArrays, config: Config, size: int) -> bool:
+    """Returns whether any request may have more queries than tiles of decoding, and enough."""
+    may_have = arrays.query_start_loc is not None and config.max_queries > size
+    return may_have and arrays.queries.shape[0] >= PREFILL_ROWS
+
+
+def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Kernel]:
+    """Returns the kernels that a call launches on the default device."""
+    if config.values_in_keys:
+        return ["latents", "combine_latents"]
+    has_many = may_have_many(arrays, config, decode_size(arrays, config))
+    has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
+    if not has_prefill or _capability.instructions_of("prefill") is None:
+        return ["decode", "combine"]  # prompts too, if need be
+    return ["decode", "combine", "prefill"]
+
+
+def page_and_compute_dtype(arrays: AttentionArrays) -> tuple[jnp.dtype, jnp.dtype]:
+    """Returns the dtype of pages and the 16-bit dtype of products; 8-bit floats need float16."""
+    page = jnp.dtype(arrays.pages.dtype)
+    is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
+    return page, jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype
+
+
+def step_sizes(arrays: AttentionArrays, size: int) -> Steps:
+    pages = arrays.pages
+    return Steps(
+        size,
+        page_tokens=pages.tokens,
+        num_pages=pages.num_pages,
+        width=arrays.block_tables.shape[1],
+        page_rows=pages.page_rows,
+        head_rows=pages.head_rows,
+        head_columns=0 if pages.heads_first else pages.width,
+    )
