@@ -1,13 +1,19 @@
 """Compiles what the library chooses for a kind of GPU, down to machine code, without a GPU.
 
-``python -m tests.gpu_targets 8.6`` prints a line of JSON for each case: its name, and the Mosaic
-kernels that it launches. jaxlib fixes the target at its first compilation, so that each kind of GPU
-needs a process of its own. It needs jax's CUDA plugin and ptxas: `make lane-gpus` installs them.
+``python -m tests.gpu_targets 8.6`` prints a line of JSON for each case: its name, the Mosaic
+kernels that it launches, and the bytes of registers that each of them spills. A kernel with more
+shared memory than a thread block may have is an error. jaxlib fixes the target at its first
+compilation, so that each kind of GPU needs a process of its own. It needs jax's CUDA plugin and
+ptxas: `make lane-gpus` installs them.
 """
 
 import functools
 import json
+import os
+import pathlib
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -125,12 +131,32 @@ def moving() -> Iterator[tuple[str, Any, Any]]:
     yield "write", write_all, (pages, IDS, [struct((4, 1024), dtype) for dtype in dtypes])
 
 
-def attend(queries: Any, pages: Any, *lists: Any, **fields: Any) -> Any:
-    requests, rule = kernels.RequestPages(*lists), kernels.AttentionRule(**fields)
+def attend(
+    queries: Any, pages: Any, *lists: Any, max_query_len: int | None = None, **fields: Any
+) -> Any:
+    requests = kernels.RequestPages(*lists, max_query_len=max_query_len)
+    rule = kernels.AttentionRule(**fields)
     return kernels.paged_attention(queries, pages, requests, rule)
 
 
+# Heads, KV heads, width and page of models: GPT-OSS, Qwen3.5, Phi-2 and Llama-3.1.
+DECODES = [(64, 8, 64, 16), (16, 2, 256, 16), (32, 32, 80, 16), (32, 8, 128, 32)]
+
+
 def attention() -> Iterator[tuple[str, Any, Any]]:
+    for heads, kv_heads, width, page in DECODES:
+        for dtype in (BF16, FP8) if width % 64 == 0 else (BF16,):
+            queries, pages = struct((4, heads, width), BF16), (99, page, kv_heads, 2 * width)
+            given = queries, struct(pages, dtype), TABLES, IDS
+            yield f"decode of {heads}/{kv_heads} x {width}, {dtype.__name__}", attend, given
+    drafts = functools.partial(attend, max_query_len=4)
+    pages = struct((99, 16, 8, 256), BF16)
+    yield "drafts", drafts, (struct((16, 32, 128), BF16), pages, TABLES, IDS, STARTS)
+    yield (
+        "reproducible",
+        functools.partial(attend, reproducible=True),
+        (*given[:1], pages, *given[2:]),
+    )
     of_latents = functools.partial(attend, value_width=512)
     for name, dtype in (("", BF16), (", fp8", FP8), (", int8", jnp.int8)):
         pages, latents = struct((99, 16, 2, 256), dtype), struct((99, 16, 1, 576), dtype)
@@ -218,7 +244,25 @@ def steps() -> Iterator[tuple[str, Any, Any]]:
         yield f"a step of {name}", run_step, (struct((tokens, 512), BF16), cache, shape.idle())
 
 
+def spills(folder: pathlib.Path) -> dict[str, int]:
+    """Returns the bytes of registers that kernels spill, by what ptxas said, and forgets it."""
+    found: dict[str, int] = {}
+    for path in folder.glob("*"):
+        text = path.read_text() if path.suffix == ".ptxas" else ""
+        for stores in re.findall(r"(\d+) bytes spill stores", text):
+            if int(stores):
+                found[path.stem.rpartition("_")[0]] = int(stores)
+        path.unlink()
+    return found
+
+
 def main(capability: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
+        compile_cases(capability, pathlib.Path(folder))
+
+
+def compile_cases(capability: str, folder: pathlib.Path) -> None:
     from jax.experimental import topologies
 
     given = {"topology": "1x1x1", "target_config": config_of(capability)}
@@ -232,7 +276,7 @@ def main(capability: str) -> None:
             # XLA's own kernels take long, and are compiled as a part of the steps.
             if found or cases is steps:
                 lowered.compile()
-            print(json.dumps(found), flush=True)
+            print(json.dumps({"kernels": found, "spills": spills(folder)}), flush=True)
 
 
 if __name__ == "__main__":
