@@ -149,6 +149,29 @@ def kernel_block_size(draw: random.Random, group: Any) -> int:
     return draw.choice([part for part in range(1, size + 1) if size % part == 0])
 
 
+# --- a logits processor ---------------------------------------------------------------
+
+
+class Swaps:
+    """Swaps the likeliest token and the second one after some sequences of tokens.
+
+    Its state follows from each token, and from their order. Data: the state before the prompt.
+    """
+
+    def init(self, data: int | None, prompt: np.ndarray) -> np.ndarray:
+        return np.asarray(functools.reduce(self.following, prompt.tolist(), data or 0), np.int32)
+
+    def following(self, state: Any, token: Any) -> Any:
+        return (3 * state + token) % 7
+
+    def apply(self, state: jax.Array, logits: jax.Array) -> jax.Array:
+        is_swapped = (state < 3) & (logits == logits.max())
+        return jnp.where(is_swapped, logits + 2 * SECOND, logits)
+
+    def advance(self, state: jax.Array, token: jax.Array) -> jax.Array:
+        return self.following(state, token)
+
+
 # --- the model over a cache -----------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from tests.traffic.models import (
     OTHERS,
     SECOND,
     Model,
+    Swaps,
     forward,
     head,
     make_params,
@@ -65,6 +66,8 @@ class Traffic:
         self, seed: int, interrupts: Sequence[str], history: list[str], seen: Counter[str]
     ):
         self.draw, self.history, self.seen = random.Random(seed), history, seen
+        self.more = random.Random(-1 - seed)
+        self.has_swaps = self.more.random() < 0.5
         draw = self.draw
         self.model = random_model(draw)
         self.interrupts = interrupts if draw.random() < 0.4 else ()
@@ -81,6 +84,7 @@ class Traffic:
             make_params(self.model.layers, self.weights),
             self.model.plan,
             head=head if self.has_head else None,
+            logits_processors=[Swaps()] if self.has_swaps else [],
             cache=self.model.make_cache(self.options["max_requests"], is_poisoned=is_poisoned),
             **self.options,
         )
@@ -205,10 +209,12 @@ class Traffic:
             options |= {**limits, "n": 1}
             if self.options["forks"] != 0:
                 options["n"] = draw.choice([1, 2, 3, 4])
+        swaps = 0.7 if self.has_swaps else 0
         sampling = jaxkv.Sampling(
             max_tokens=draw.choice([1, draw.randint(1, most - len(prompt)), most - len(prompt)]),
             stop_token_ids=draw.sample(range(VOCAB), draw.choice([0, 0, 0, 1, 2, 5])),
             logprobs=draw.random() < 0.5,
+            processors={Swaps: self.more.randrange(7)} if self.more.random() < swaps else None,
             **options,
         )
         has_details = self.has_details and not self.options.get("reproducible")
@@ -225,8 +231,9 @@ class Traffic:
         salt = self.draw.choice([None] * 5 + ["a"])
         self.names += 1
         name = f"r{self.names}"
-        self.say(f"add({name!r}, {prompt}, {sampling}, salt={salt!r})")
-        self.engine.add(name, prompt, sampling, salt=salt)
+        priority = self.more.choice([-1, 0, 0, 3])
+        self.say(f"add({name!r}, {prompt}, {sampling}, salt={salt!r}, priority={priority})")
+        self.engine.add(name, prompt, sampling, salt=salt, priority=priority)
         self.note(name, prompt, sampling)
 
     def note(self, name: Hashable, prompt: list[int], sampling: jaxkv.Sampling) -> None:
@@ -327,16 +334,20 @@ class Traffic:
         limits = sampling.top_k, sampling.top_p, sampling.min_p
         is_greedy = sampling.temperature == 0 or limits != (None, 1.0, 0.0)
         told = np.zeros(len(tokens))
+        swaps = (sampling.processors or {}).get(Swaps)
         for at, (token, weights) in enumerate(zip(tokens, version, strict=True)):
             if weights in story.mixed:
                 told[at] = np.nan
                 continue
             first, second = (one[at] for one in answers[weights])
-            if token != first and (is_greedy or token != second):
+            likeliest = first
+            if swaps is not None and Swaps().init(swaps, np.array(ids[: len(prompt) + at])) < 3:
+                likeliest = second
+            if token not in ((likeliest,) if is_greedy else (first, second)):
                 return f"token {at} is {token} and not {first} or {second} of {tokens}"
             told[at] = SECOND * (token != first) - np.log(1 + np.exp(SECOND))
             how = sampling.seed, story.index, sampling.temperature
-            place = weights, is_greedy or how, tuple(ids[: len(prompt) + at]), at
+            place = swaps, weights, is_greedy or how, tuple(ids[: len(prompt) + at]), at
             if self.sampled.setdefault(place, token) != token:
                 return f"token {at} of {tokens} is another one for the same seed"
         if sampling.logprobs is not None and tokens and len(story.answers) == 1:
