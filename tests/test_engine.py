@@ -222,7 +222,7 @@ def random_details(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
 def test_a_head_computes_the_logits_that_requests_ask_for(monkeypatch) -> None:
     """Of prompts piece by piece; after chunks, forks, hits and preemptions."""
     monkeypatch.setattr(_logprobs, "PIECE", 3)
-    engine, requests = engine_with_head(), random_details(2, 24)
+    engine, requests = engine_with_head(), random_details(4, 24)
     assert_right(run(engine, requests), requests)
     assert engine.stats.preemptions and engine.stats.cached_tokens
     engine.warm_up(*[sampling for _, sampling in requests])
