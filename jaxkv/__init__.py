@@ -44,8 +44,8 @@ Allocate the cache, and bring it up to date in each step
 Update the block tables by yourself
     append_block_ids, TableEntries, pack_entries, expand_blocks
 Write, read and attend in the model
-    attend, gated_delta, mamba2, linear_attention, short_conv, write_tokens, read_tokens,
-    write_state, read_state, write_rows, read_rows
+    attend, top_tokens, gated_delta, mamba2, linear_attention, short_conv, write_tokens,
+    read_tokens, write_state, read_state, write_rows, read_rows
 Use your own kernels and connectors
     layer_view, with_layer_view
 Free device memory for a while

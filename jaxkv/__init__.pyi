@@ -1,4 +1,5 @@
 from jaxkv._src.attention import attend as attend
+from jaxkv._src.attention import top_tokens as top_tokens
 from jaxkv._src.block_tables import TableEntries as TableEntries
 from jaxkv._src.block_tables import append_block_ids as append_block_ids
 from jaxkv._src.block_tables import pack_entries as pack_entries

@@ -20,7 +20,8 @@ other blocks alike, including block 0.
 - `default_implementation`: the implementation that ``None`` stands for.
 - `explain_default`: the same for each kernel, with its instructions, or with the reason for XLA.
 - `import_mosaic`: imports what an implementation needs, before jax traces.
-- `read_extents`: reads rows of an array that the same program writes in place.
+- `read_extents`, `read_cells`: read rows of an array that the same program writes in place, or
+  parts of them.
 """
 
 from pallas_kernels._capability import Implementation as Implementation
@@ -28,6 +29,7 @@ from pallas_kernels._capability import default_implementation as default_impleme
 from pallas_kernels._capability import explain_default as explain_default
 from pallas_kernels._capability import import_mosaic as import_mosaic
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
+from pallas_kernels._in_place import read_cells as read_cells
 from pallas_kernels._in_place import read_extents as read_extents
 from pallas_kernels._paged_attention import AttentionRule as AttentionRule
 from pallas_kernels._paged_attention import Interleaving as Interleaving
@@ -65,6 +67,7 @@ __all__ = [
     "gated_delta_rule",
     "import_mosaic",
     "paged_attention",
+    "read_cells",
     "read_extents",
     "selective_scan",
     "write_rows",

@@ -29,6 +29,36 @@ def read_extents(
     return lax.optimization_barrier(read)
 
 
+def read_cells(
+    data: Shaped[Array, "extents elements"],
+    extents: Int32[Array, "..."],
+    offsets: Int32[Array, "..."],
+    width: int,
+) -> Shaped[Array, "... width"]:
+    """Reads a part of a row for each index, as `read_extents` does.
+
+    Args:
+      data: any dtype.
+      extents, offsets: the rows to read, and the first element of each part.
+      width: elements of a part.
+
+    Returns:
+      The parts; zeros for those out of range.
+    """
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(extents.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+    )
+    read = lax.gather(
+        data,
+        jnp.stack([extents, offsets], axis=-1),
+        numbers,
+        slice_sizes=(1, width),
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+        fill_value=0,
+    )
+    return lax.optimization_barrier(read)
+
+
 def write_extents(
     data: Shaped[Array, "extents elements"],
     extents: Int32[Array, " rows"],

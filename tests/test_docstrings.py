@@ -25,12 +25,14 @@ TESTS = pathlib.Path(__file__).parent
 PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pallas_kernels)]
 QUESTION = re.compile(r'^ *"""(?:What|Which|Who|Whose|Where|How|When|Knows)\b.*', re.MULTILINE)
 LAYERS = {"layer": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)}
+INDEXED = dict.fromkeys(("layer", "indexer"), jaxkv.MLASpec(block_size=16, head_size=8))
 STATES = {"state": jaxkv.StateSpec(block_size=16, shapes=((8,),), dtypes=("f32",))}
 ON_DEVICE = re.compile(
     r"\bdef step\(|\bjaxkv\.(apply_step|attend|(read|write)_|layer_view)|= pallas_kernels\."
 )
 ROOM = {"num_groups": 1, "max_requests": 256, "max_block_ids": 4, "max_rows": 1}
 ROWS = jax.ShapeDtypeStruct((64, 1, 8), jnp.float32)
+LATENTS, WEIGHTS = (jax.ShapeDtypeStruct((64, size), jnp.float32) for size in (8, 1))
 
 
 def files(*folders: pathlib.Path) -> list[pathlib.Path]:
@@ -104,7 +106,8 @@ def forward(params: jax.Array, step: jaxkv.StepContext) -> jax.Array:
 @functools.cache
 def settled(layers: str = "layer") -> dict[str, Any]:
     """Returns what examples take for granted: a model, its plan, cache and shape."""
-    plan = jaxkv.plan_cache(LAYERS if layers == "layer" else STATES, 2**20, max_model_len=8192)
+    specs = {"layer": LAYERS, "state": STATES, "index": INDEXED}[layers]
+    plan = jaxkv.plan_cache(specs, 2**20, max_model_len=8192)
     sizes = {"max_requests": 256, "max_tokens": 64, "forks": 4, "cached_tokens": 64, "extra": 64}
     shape = jaxkv.StepShape.for_plan(plan, **sizes)
     manager = jaxkv.BlockManager(plan, max_requests=256)
@@ -139,7 +142,8 @@ def run(code: str, names: dict[str, Any]) -> None:
     """Runs an example; one that computes on the device, or defines a step, is only traced."""
     compiled = compile(code, "docstring", "exec")
     arrays = {"cache": names["cache"], "upload": names["upload"]}
-    arrays |= dict.fromkeys(("queries", "keys", "values"), ROWS)
+    arrays |= dict.fromkeys(("queries", "keys", "values", "index_queries"), ROWS)
+    arrays |= dict.fromkeys(("latents", "index_keys"), LATENTS) | {"weights": WEIGHTS}
 
     def traced(arrays: dict[str, Any]) -> None:
         names.update(arrays)
@@ -166,5 +170,6 @@ def test_an_example_runs(where: tuple[str, str]) -> None:
     tokens = np.arange(8192) if name == "block_keys" else {"a": [*range(40)], "b": [7]}
     manager = jaxkv.BlockManager(settled()["plan"], max_requests=256)
     layers = "state" if "_state(" in EXAMPLES[where] else "layer"
+    layers = "index" if "top_tokens(" in EXAMPLES[where] else layers
     names = vars(importlib.import_module(module)) | settled(layers)
     run(EXAMPLES[where], names | {"manager": manager, "tokens": tokens})

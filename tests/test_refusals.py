@@ -260,7 +260,8 @@ def of_steps(s: Served) -> Iterator[Call]:
         jaxkv.attend: step
         | run
         | rows
-        | {"queries": s.keys, "scale": 1.0, "soft_cap": None, "sinks": None, "row_packing": None},
+        | {"queries": s.keys, "scale": 1.0, "soft_cap": None, "sinks": None, "row_packing": None}
+        | {"selected": jnp.zeros((8, 3), jnp.int32)},
         jaxkv.write_tokens: step | run | rows,
         jaxkv.read_tokens: step | {"dtype": "float32"},
         jaxkv.write_rows: step | run | {"rows": jnp.ones((8, 2, 8), jnp.bfloat16), "mask": None},
@@ -311,6 +312,18 @@ def of_recurrent(s: Served) -> Iterator[Call]:
     yield traced(jaxkv.short_conv), taps | {"layer": "conv", "inputs": inputs, "silu": False}
 
 
+def of_index(_: Served) -> Iterator[Call]:
+    """Yields the choice of tokens by an index, which is traced only."""
+    plan = jaxkv.plan_cache(
+        {"a": jaxkv.MLASpec(block_size=4, head_size=8)}, 2**20, max_model_len=24
+    )
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=8)
+    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=4), shape.idle())
+    run = {"cache": cache, "batch": batch, "layer_index": None, "implementation": "xla"}
+    arrays = {"queries": jnp.ones((8, 2, 8)), "weights": jnp.ones((8, 2)), "keys": jnp.ones((8, 8))}
+    yield traced(jaxkv.top_tokens), run | arrays | {"layer": "a", "count": 4}
+
+
 def traced(call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, so that a call only traces it."""
 
@@ -327,6 +340,7 @@ PACKAGES: dict[str, Callable[[Served], Iterator[Call]]] = {
     "device": of_device,
     "steps": of_steps,
     "recurrent": of_recurrent,
+    "index": of_index,
 }
 
 

@@ -8,6 +8,7 @@ from jaxkv._src.attention._block_mask import (
     block_mask_sizes,
     physical_to_logical,
 )
+from jaxkv._src.attention._top_tokens import top_tokens
 
 __all__ = [
     "BlockMaskIndices",
@@ -16,4 +17,5 @@ __all__ = [
     "block_mask_indices",
     "block_mask_sizes",
     "physical_to_logical",
+    "top_tokens",
 ]

@@ -4,13 +4,14 @@ import dataclasses
 from typing import get_args
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from jaxkv._src.attention._kernel import attend_to_layer
+from jaxkv._src.attention._selected import attend_to_selected, packed_row
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
-from jaxkv._src.internal.checks import check_array, check_choice, check_number
+from jaxkv._src.internal.checks import check_array, check_choice, check_int32, check_number
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.internal.persistent_jit import persistent_jit
 from jaxkv._src.pool import (
@@ -27,7 +28,7 @@ from jaxkv._src.pool import (
     token_spec,
 )
 from jaxkv._src.specs import FullAttentionSpec, MLASpec, RingSpec
-from pallas_kernels import AttentionRule, Implementation, PackedRow, RowPacking
+from pallas_kernels import AttentionRule, Implementation, RowPacking
 
 
 def attend(
@@ -41,6 +42,7 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    selected: Int32[Array, "*tokens chosen"] | None = None,
     row_packing: RowPacking | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
@@ -92,6 +94,10 @@ def attend(
       scale: factor of the scores; None: ``K ** -0.5``.
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
       sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
+      selected: int32[T, N] or [B, T / B, N], for each query the positions of the tokens that it
+        attends to, in any order, each at most once and -1 for none; those that the layer's rule
+        hides stay hidden. Of all heads together: `top_tokens` chooses them. Computed by XLA alone.
+        None: all that the rule shows.
       row_packing: ``"fp8_ds_mla"`` for a layer whose latent vectors are packed into its
         ``bytes_per_token``: 656 for 512 + 64 elements; see `pallas_kernels.PackedRow`. ``attend``
         packs ``keys``, and does not use the K scale. None: elements of the layer's dtype.
@@ -121,8 +127,10 @@ def attend(
             raise ValueError(
                 f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
             )
+    if selected is not None:
+        _check_selected(bound, selected, rule)
     _check_written(layer, bound, keys, values)
-    buffer, out = _attend(bound, queries, keys, values, sinks, rule=rule)
+    buffer, out = _attend(bound, queries, keys, values, sinks, selected, rule=rule)
     return put_back(cache, layer, bound, buffer), out
 
 
@@ -133,6 +141,7 @@ def _attend(
     keys: Array | None,
     values: Array | None,
     sinks: Array | None,
+    selected: Array | None,
     *,
     rule: AttentionRule,
 ) -> tuple[Array | None, Array]:
@@ -147,11 +156,16 @@ def _attend(
         keys: Array | None,
         values: Array | None,
         sinks: Array | None,
+        selected: Array | None,
     ) -> tuple[Array | None, Array]:
         buffer = None
+        if selected is not None:  # the index is read before the layer is written: no copies
+            keys, values, selected = lax.optimization_barrier((keys, values, selected))
         if keys is not None:
             buffer = _store(bound, keys, values, rule)
             bound = dataclasses.replace(bound, buffer=buffer)
+        if selected is not None:
+            return buffer, attend_to_selected(bound, queries, sinks, selected, rule)
         return buffer, attend_to_layer(bound, queries, sinks, rule)
 
     axis = bound.layout.heads_axis
@@ -160,8 +174,8 @@ def _attend(
     of_keys = SAME if keys is None else bound.form.by_head(keys.ndim - 2)
     return on_devices(
         run,
-        *(bound, queries, keys, values, sinks),
-        in_specs=(by_head, of_keys, of_keys, of_sinks),
+        *(bound, queries, keys, values, sinks, selected),
+        in_specs=(by_head, of_keys, of_keys, of_sinks, SAME),
         out_specs=(bound.layout.buffer_spec, by_head),
     )
 
@@ -173,7 +187,7 @@ def _store(bound: BoundLayer, keys: Array, values: Array | None, rule: Attention
     if rule.row_packing is None:
         rows = quantize(keys, bound.form.row.dtype, bound.key_value_scales[0])
     else:
-        rows = _packed_row(bound.form.spec).pack(keys)
+        rows = packed_row(bound.form.spec).pack(keys)
     return store_rows(bound, rows)
 
 
@@ -197,6 +211,23 @@ def _check_written(layer: str, bound: BoundLayer, keys: Array | None, values: Ar
         )
     else:
         check_latents(layer, bound, keys)
+
+
+def _check_selected(bound: BoundLayer, selected: Array, rule: AttentionRule) -> None:
+    """Raises TypeError, ValueError or NotImplementedError unless these can be attended to."""
+    check_int32(selected=selected)
+    shape = bound.batch.token_shape
+    if selected.ndim != len(shape) + 1 or selected.shape[:-1] != shape or not selected.shape[-1]:
+        raise ValueError(
+            f"selected has shape {selected.shape}; this batch wants {(*shape, 'N')}, the positions "
+            "that each query attends to"
+        )
+    if not rule.causal:
+        raise ValueError("selected chooses tokens of the request itself, not of an encoder")
+    if bound.implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            "implementation='mosaic_gpu' does not attend to selected tokens; XLA does: pass None"
+        )
 
 
 def _rule(
@@ -261,11 +292,6 @@ def _rule(
     )
 
 
-def _packed_row(spec: MLASpec) -> PackedRow:
-    values = spec.value_size or spec.head_size
-    return PackedRow(values, spec.head_size - values)
-
-
 def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: RowPacking) -> None:
     """Raises ValueError unless the vectors of a layer have the size of packed ones."""
     check_choice(get_args(RowPacking), row_packing=row_packing)
@@ -273,7 +299,7 @@ def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: R
         raise ValueError(
             f"row_packing={row_packing!r}, but layer={layer!r} stores no latent vectors"
         )
-    wanted = _packed_row(spec).row_bytes
+    wanted = packed_row(spec).row_bytes
     if spec.bytes_per_token != wanted or spec.compress_ratio > 1:
         raise ValueError(
             f"row_packing={row_packing!r} packs vectors of layer={layer!r} into {wanted} bytes; "
@@ -285,7 +311,7 @@ def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: R
 def _check_readable(layer: str, spec: FullAttentionSpec | MLASpec) -> None:
     """Raises TypeError if attention cannot read the tokens of a layer without ``row_packing``."""
     unread, remedy = _unreadable(spec), ""
-    if unread and isinstance(spec, MLASpec) and spec.bytes_per_token == _packed_row(spec).row_bytes:
+    if unread and isinstance(spec, MLASpec) and spec.bytes_per_token == packed_row(spec).row_bytes:
         remedy = "pass row_packing='fp8_ds_mla' if its vectors are packed like that, or "
     if unread:
         raise TypeError(

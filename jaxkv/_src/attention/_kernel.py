@@ -51,7 +51,7 @@ def attend_to_layer(
         implementation=bound.implementation,
     )
     if is_interleaved and layout.axis is not None:
-        out = _combine(out, lse, layout.axis).astype(queries.dtype)
+        out = combine_ranks(out, lse, layout.axis).astype(queries.dtype)
     if not one_each and batch.is_rectangular:
         indices = _rectangular_indices(batch)
         out = out.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -120,7 +120,7 @@ def _rectangular_indices(batch: BatchRequests) -> Array:
     return jnp.where(offsets < batch.query_lens[:, None], indices, -1)
 
 
-def _combine(out: Array, lse: Array, axis: str) -> Array:
+def combine_ranks(out: Array, lse: Array, axis: str) -> Array:
     """Combines the outputs of all ranks, each over its own keys."""
     highest = lax.pmax(lse, axis)
     weight = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0))[..., None]

@@ -52,8 +52,18 @@ class GroupBatch:
         """The slot of each token, an int32 token array; `PAD_SLOT` for none."""
         if self.growth.stores == "ring":
             return self._ring_slots
-        batch, layout = self.batch, self.batch.layout
-        requests, positions = batch.token_requests, batch.positions
+        return self.slots_at(self.batch.token_requests, self.batch.positions)
+
+    def slots_at(
+        self, requests: Int32[Array, "..."], positions: Int32[Array, "..."]
+    ) -> Int32[Array, "..."]:
+        """Returns the slots of positions of requests; `PAD_SLOT` for those without one here.
+
+        Args:
+          requests: int32, of a shape that broadcasts to that of ``positions``.
+          positions: int32; one past the newest token has the slot that it will get, if any.
+        """
+        layout = self.batch.layout
         block, offset = jnp.divmod(positions, self.block_tokens)
         turn, within_turn = jnp.divmod(offset, layout.interleave_tokens)
         mine = turn % layout.context_parallel == layout.context_rank()

@@ -1,7 +1,7 @@
 """The bytes of a cache: typed reads and writes of one layer, views, zeroing, copies."""
 
 from jaxkv._src.pool._blocks import copy_blocks, zero_blocks
-from jaxkv._src.pool._bytes import on_devices
+from jaxkv._src.pool._bytes import on_devices, read_cells
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, check_batch, put_back
 from jaxkv._src.pool._recurrent import read_state, write_state
 from jaxkv._src.pool._tokens import (
@@ -32,6 +32,7 @@ __all__ = [
     "on_devices",
     "put_back",
     "quantize",
+    "read_cells",
     "read_rows",
     "read_state",
     "read_tokens",

@@ -115,6 +115,46 @@ def read_elements(
     return data.reshape(*block_ids.shape, extents.tiles * extents.rows, row_bytes // itemsize)
 
 
+def read_cells(layer: BoundLayer, block_ids: Array, rows: Array, dtype: str) -> Array:
+    """Reads one stored row each: dtype[..., elements of a row with all its heads].
+
+    The null block and ids out of range read as zeros.
+
+    Args:
+      block_ids, rows: int32[...], the blocks, and the rows in them.
+    """
+    check_whole(layer.buffer, layer.form.buffer_shape)
+    extents, itemsize = layer.form.extents, jnp.dtype(dtype).itemsize
+    width, head, head_offset = extents.heads * extents.cell_bytes, 0, 0
+    if not extents.rows_are_whole:  # a part for each head
+        block_ids, rows, width = block_ids[..., None], rows[..., None], extents.cell_bytes
+        head = jnp.arange(extents.heads, dtype=jnp.int32)
+        head = head.reshape(*[1] * (rows.ndim - 1), extents.heads)
+        head_offset = head * extents.head_bytes
+    tile, row = (0, rows) if extents.tiles == 1 else jnp.divmod(rows, extents.rows)
+    index, offsets = jnp.broadcast_arrays(
+        _find(layer, block_ids, tile, head),
+        extents.start_bytes + row * extents.row_bytes + head_offset,
+    )
+    buffer = layer.buffer.reshape(-1, extents.extent_bytes)
+
+    def gather(buffer: Array, unit: int) -> Array:
+        cells = pallas_kernels.read_cells(buffer, index, offsets // unit, width // unit)
+        return as_dtype(cells, dtype)
+
+    sizes = (extents.start_bytes, extents.row_bytes, extents.head_bytes, extents.extent_bytes)
+    if itemsize == 1 or any(size % itemsize for size in (width, *sizes)):
+        data = gather(buffer, 1)
+    else:  # as in `read_elements`
+        data = lax.platform_dependent(
+            buffer,
+            cuda=lambda buffer: gather(as_dtype(buffer, f"uint{8 * itemsize}"), itemsize),
+            default=lambda buffer: gather(buffer, 1),
+        )
+    batch = index.shape if extents.rows_are_whole else index.shape[:-1]
+    return data.reshape(*batch, -1)
+
+
 def as_dtype(array: Array, dtype: str) -> Array:
     """Returns bytes or integers, [..., n], as elements of a dtype that is not narrower."""
     ratio = jnp.dtype(dtype).itemsize // array.dtype.itemsize

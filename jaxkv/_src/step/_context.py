@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32, PyTree, Shaped
 
-from jaxkv._src.attention import attend
+from jaxkv._src.attention import attend, top_tokens
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_flag, check_int32
 from jaxkv._src.internal.indexing import take
@@ -127,6 +127,7 @@ class StepContext:
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
+        selected: Int32[Array, "*tokens chosen"] | None = None,
         row_packing: RowPacking | None = None,
         layer_index: LayerIndex = None,
         implementation: Implementation | None = None,
@@ -146,16 +147,41 @@ class StepContext:
         check_flag(write=write)
         if keys is None and write and values is None:
             self._record.check_readable(layer, layer_index)
+        if selected is not None:
+            (selected,), _ = _without_batch_axis(self._batch, 1, (selected,))
         options = dict(
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            selected=selected,
             row_packing=row_packing,
             layer_index=layer_index,
             implementation=implementation,
         )
         arrays, writes = (queries, keys, values), keys is not None
         return self._call(attend, layer, arrays, options, features=2, writes=writes)
+
+    def top_tokens(
+        self,
+        layer: str,
+        queries: Float[Array, "*tokens heads key_size"],
+        weights: Float[Array, "*tokens heads"],
+        keys: Float[Array, "*tokens key_size"] | None = None,
+        *,
+        count: int,
+        layer_index: LayerIndex = None,
+        implementation: Implementation | None = None,
+    ) -> Int32[Array, "*tokens count"]:
+        """Writes index keys and chooses the tokens to attend to; see `jaxkv.top_tokens`."""
+        options = dict(count=count, layer_index=layer_index, implementation=implementation)
+        return self._call(
+            top_tokens,
+            layer,
+            (queries, weights, keys),
+            options,
+            features=2,
+            writes=keys is not None,
+        )
 
     def gated_delta(
         self,
