@@ -484,6 +484,21 @@ def test_the_device_learns_of_a_copy_of_a_copy_with_the_upload_that_makes_both()
         assert not manager.step(shape, {name: 1}).parts()["entry_ids"].size
 
 
+@pytest.mark.parametrize("count", [8, 7, 4, 3, 0])
+def test_a_rewind_to_where_a_copied_block_begins_leaves_no_copy(count: int) -> None:
+    manager, shape = running(small_plan({"a": FULL}), 9)
+    manager.fork("r", ["s"])
+    manager.grow({"r": 1})  # copies the block of the last token
+    manager.rewind({"r": count})
+    shape = dataclasses.replace(shape, block_copies=int(count % 4 > 0))
+    parts = manager.step(shape, {"r": 9}).parts()
+    (own,), (shared,) = manager.block_ids("r"), manager.block_ids("s")
+    at, num_copies = count // 4, int(count % 4 > 0)
+    assert own[:at] == shared[:at]
+    assert parts["copy_sources"].tolist() == list(shared[at : at + num_copies])
+    assert parts["copy_destinations"].tolist() == list(own[at : at + num_copies])
+
+
 @pytest.mark.parametrize(("rewound", "readers"), [("r", ""), ("rt", ""), ("r", "t")])
 def test_a_rewind_before_the_block_that_grow_copies_leaves_the_copies_that_are_read(
     rewound: str, readers: str
