@@ -38,6 +38,7 @@ PARTS = {
     "recurrent": recurrent.run,
     "sharded": sharded.run,
     "served": comparison.run,
+    "rollouts": comparison.run_rollouts,
     "sleep": sleep.run,
     "offload": offload.run,
     "planner": planner.run,
@@ -51,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
     parser.add_argument("--vllm", type=pathlib.Path, help="folder of vLLM's Python files")
-    engine = "folder of the whole of vLLM, for the part served"
+    engine = "folder of the whole of vLLM, for the parts served and rollouts"
     parser.add_argument("--vllm-engine", type=pathlib.Path, help=engine)
     names = {case.name: None for case in (*comparison.CASES, *comparison.DIVIDED)}
     parser.add_argument("--case", choices=list(names), help="of the part served; two, or --all")

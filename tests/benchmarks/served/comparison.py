@@ -75,6 +75,7 @@ OF_128 = tuple(Decode(128, 1024) if w == Decode(256, 1024) else w for w in workl
 CASES = (
     Case("llama-3.1-8b"),
     Case("llama-3.1-8b", chosen=workloads.ROLLOUTS, shared_prefixes=(None, 0)),
+    Case("qwen3.5-4b", chosen=workloads.ROLLOUTS[:2], shared_prefixes=(None, 0)),
     Case("llama-3.1-8b", "fp8", (Decode(256, 1024),)),
     Case("qwen3-0.6b", None, (Decode(1, 2048), Decode(64, 2048))),
     Case("qwen3.5-4b"),
@@ -111,6 +112,16 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     if timing.size != "full":
         for devices in sorted({1, min(2, len(jax.devices()))}):
             _compare(report, f"tiny on {devices}", _serve_tiny(devices), {})
+
+
+def run_rollouts(report: Report, peer: VllmPeer | None) -> None:
+    """Serves groups of samples with both engines: by default, and each sample by itself."""
+    del peer
+    report.title("Rollouts: seconds of all of them, in the order given and by generate")
+    for case in by_size(full=[case for case in CASES if case.has_groups], small=(), smallest=()):
+        _run_case(report, case)
+    if timing.size != "full":
+        _compare(report, "tiny", _serve_tiny(1, workloads.SMALLEST[:1]), {})
 
 
 def _run_case(report: Report, case: Case) -> None:
@@ -157,13 +168,13 @@ def text_config(model: str) -> dict[str, Any]:
     return text | {"architectures": [ARCHITECTURES.get(text["model_type"])]}
 
 
-def _serve_tiny(devices: int) -> dict[str, Any]:
+def _serve_tiny(devices: int, chosen: Sequence[Workload] = workloads.SMALLEST) -> dict[str, Any]:
     """Serves a tiny model in this process, so that the benchmark itself is tested anywhere."""
     sizes = {"max_requests": 4, "max_tokens": 8, "memory_bytes": 7168, "max_model_len": 50}
     server = jaxkv_engine.Server(TINY, devices=devices, **sizes)
     return {
         workloads.name_of(workload): workloads.run(server, workload)._asdict()
-        for workload in workloads.SMALLEST
+        for workload in chosen
     }
 
 

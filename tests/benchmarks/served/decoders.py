@@ -173,13 +173,22 @@ class Decoder:
 
     def forward(self, params: Params, step: Step) -> Array:
         """Returns the logits of each request's last token, f32[B, vocab]."""
+        return self.head(params, self.hidden_states(params, step)[step.last_tokens])
+
+    def hidden_states(self, params: Params, step: Step) -> Array:
+        """Returns the hidden states of all tokens, [T, hidden]."""
         x = self._placed(params["embed"][step.token_ids])
         for name, p in zip(self.layers, params["layers"], strict=True):
             x = x + self._placed(self._mix(p, step, name, _norm(x, p["norms"][0])))
             x = x + self._placed(_feed_forward(_norm(x, p["norms"][1]), p["up"], p["down"]))
-        x = _norm(x[step.last_tokens], params["norm"])
+        return x
+
+    def head(self, params: Params, hidden: Array) -> Array:
+        """Returns the logits of hidden states, f32[N, vocab]."""
         head = params["embed"].T if self.tied else params["head"]
-        return (x @ head).astype(jnp.float32)  # in f32 XLA would convert the matrix for one row
+        return (_norm(hidden, params["norm"]) @ head).astype(
+            jnp.float32
+        )  # in f32 XLA would convert the matrix for one row
 
     def _mix(self, p: Params, step: Step, name: str, x: Array) -> Array:
         spec = self.layers[name]

@@ -62,7 +62,8 @@ class Server:
         plan = jaxkv.plan_cache(self.decoder.layers, memory_bytes, max_model_len=max_model_len)
         self.pool_bytes = sum(jaxkv.planning.pool_bytes(plan))
         self.engine = jaxkv.Engine(
-            *(self.decoder.forward, params, plan),
+            *(self.decoder.hidden_states, params, plan),
+            head=self.decoder.head,
             cache=jaxkv.make_cache(plan, max_requests=max_requests, mesh=mesh, axis=mesh and AXIS),
             max_requests=max_requests,
             max_tokens=max_tokens,
@@ -71,10 +72,12 @@ class Server:
         )
         self._count = 0
 
-    def add(self, prompt: np.ndarray, tokens: int, samples: int = 1) -> int:
+    def add(
+        self, prompt: np.ndarray, tokens: int, samples: int = 1, prompt_logprobs: bool = False
+    ) -> int:
         """Queues a request for samples of these numbers of tokens; a single one is greedy."""
         self._count += 1
-        self.engine.add(self._count, prompt, sampling(tokens, samples))
+        self.engine.add(self._count, prompt, sampling(tokens, samples, prompt_logprobs))
         return self._count
 
     def step(self) -> dict[int, int]:
@@ -106,9 +109,11 @@ def _bytes_of_one(array: jax.Array) -> int:
     return array.addressable_shards[0].data.nbytes
 
 
-def sampling(tokens: int, samples: int) -> jaxkv.Sampling:
-    """Returns the sampling of a request: greedy, or several samples at temperature 1."""
-    return jaxkv.Sampling(max_tokens=tokens, n=samples, temperature=float(samples > 1))
+def sampling(tokens: int, samples: int, prompt_logprobs: bool = False) -> jaxkv.Sampling:
+    """Returns the sampling of a request: greedy, or samples at temperature 1 with logprobs."""
+    has_many = samples > 1
+    asked = {"logprobs": has_many, "prompt_logprobs": prompt_logprobs}
+    return jaxkv.Sampling(max_tokens=tokens, n=samples, temperature=float(has_many), **asked)
 
 
 def main(config: str, results: str, chosen: str, kv_dtype: str, groups: str, devices: str) -> None:
@@ -124,7 +129,8 @@ def main(config: str, results: str, chosen: str, kv_dtype: str, groups: str, dev
         devices=int(devices),
     )
     most = max([w.samples for w in to_run if isinstance(w, Trace)], default=1)
-    server.engine.warm_up(sampling(1, most))
+    asks = any(isinstance(w, Prefill) and w.prompt_logprobs for w in to_run)
+    server.engine.warm_up(sampling(1, most, prompt_logprobs=asks))
     workloads.run(server, Prefill(1, 64, repeats=1))
     found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
     for workload in [None, *to_run]:

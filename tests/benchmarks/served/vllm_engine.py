@@ -60,7 +60,7 @@ class Engine:
         ).llm_engine
         self._count = 0
 
-    def add(self, prompt: Any, tokens: int, samples: int = 1) -> str:
+    def add(self, prompt: Any, tokens: int, samples: int = 1, prompt_logprobs: bool = False) -> str:
         """Queues a request for samples of these numbers of tokens; a single one is greedy."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -71,6 +71,8 @@ class Engine:
             n=samples,
             temperature=float(samples > 1),
             max_tokens=tokens,
+            logprobs=0 if samples > 1 else None,
+            prompt_logprobs=0 if prompt_logprobs else None,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

@@ -20,11 +20,15 @@ class Decode(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Prompts that are computed at once, and one token for each."""
+    """Prompts that are computed at once, and one token for each.
+
+    prompt_logprobs: whether the log-probabilities of their tokens are asked for.
+    """
 
     requests: int
     length: int
     repeats: int = 3
+    prompt_logprobs: bool = False
 
 
 class Trace(NamedTuple):
@@ -61,13 +65,17 @@ FULL: tuple[Workload, ...] = (
     *(AT_ONCE, AT_ONCE._replace(by_generate=True), AT_ONCE._replace(rate=24.0)),
 )
 GROUPS = Trace(64, (512, 1536), (256, 1024), samples=8)
-ROLLOUTS: tuple[Workload, ...] = (GROUPS, GROUPS._replace(by_generate=True))
+ROLLOUTS: tuple[Workload, ...] = (
+    *(GROUPS, GROUPS._replace(by_generate=True)),
+    *(Prefill(64, 2048, repeats=1), Prefill(64, 2048, repeats=1, prompt_logprobs=True)),
+)
 DIVIDED: tuple[Workload, ...] = (
     *(Decode(64, 2048), Decode(256, 1024), Decode(1, 2048), Prefill(4, 2048), AT_ONCE, GROUPS),
 )
 SMALLEST: tuple[Workload, ...] = (
     Trace(1, (8, 24), (2, 6), samples=2),  # first, so that steps are compiled for sampling only
     *(Decode(2, 4, steps=4), Prefill(2, 16, repeats=1)),
+    Prefill(2, 12, repeats=1, prompt_logprobs=True),
     *(Trace(4, (8, 24), (2, 6), rate=200.0), Trace(4, (8, 24), (2, 6), by_generate=True)),
 )
 
@@ -94,7 +102,9 @@ def name_of(workload: Workload) -> str:
         text = text or f"trace of {workload.requests}"
         text += " with arrivals" if workload.rate else ""
         return text + (" by generate, longest first" if workload.by_generate else "")
-    return f"{type(workload).__name__.lower()} {workload.requests} x {workload.length}"
+    has_logprobs = isinstance(workload, Prefill) and workload.prompt_logprobs
+    text = f"{type(workload).__name__.lower()} {workload.requests} x {workload.length}"
+    return text + (" with its logprobs" if has_logprobs else "")
 
 
 def prompts(workload: Decode | Prefill, vocab: int, seed: int = 0) -> list[np.ndarray]:
@@ -148,10 +158,12 @@ class Server(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, prompt: np.ndarray, tokens: int, samples: int = 1) -> Hashable:
+    def add(
+        self, prompt: np.ndarray, tokens: int, samples: int = 1, prompt_logprobs: bool = False
+    ) -> Hashable:
         """Queues a request for samples of these numbers of tokens. Returns its name.
 
-        One sample is greedy, several are sampled at temperature 1.
+        One sample is greedy, several are sampled at temperature 1, with their log-probabilities.
         """
 
     def step(self) -> dict[Any, int]:
@@ -192,7 +204,7 @@ def _prefill(server: Server, workload: Prefill) -> Figures:
     seconds = []
     for repeat in range(workload.repeats + 1):
         for prompt in prompts(workload, server.vocab, seed=repeat):
-            server.add(prompt, 1)
+            server.add(prompt, 1, prompt_logprobs=workload.prompt_logprobs)
         started = time.perf_counter()
         while server.has_work:
             server.step()
