@@ -9,8 +9,6 @@ import numpy as np
 from jaxkv._src.engine._outputs import TopLogprobs
 from jaxkv._src.engine._sampling import Sampling
 
-NO_DETAILS = (None,) * 4  # of an output
-
 
 class Rows:
     """Rows of arrays by position. Rows that are written again take the place of what was there.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.engine._details import NO_DETAILS, Details
+from jaxkv._src.engine._details import Details
 from jaxkv._src.engine._outputs import FinishReason, Output
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.internal.checks import check_kind, check_name
@@ -68,15 +68,18 @@ class Sample:
 
     def output(self, start: int) -> Output:
         """Returns the tokens from position ``start`` on."""
-        tokens, logprobs, more = self.tokens[start:].tolist(), None, NO_DETAILS
+        tokens, logprobs, versions = self.tokens[start:].tolist(), None, self.version_starts
+        count = len(tokens)
+        version = [*versions] * count if len(versions) == 1 else self._versions(start, count)
         if self.sampling.logprobs is not None:
-            found = self.logprobs[start - self.num_prompt :][: len(tokens)]
+            found = self.logprobs[start - self.num_prompt :][:count]
             logprobs = np.array(found, np.float32)
-        if self.details is not None:
-            more = self.details.output(start, len(self.tokens))
-        version = self._versions(start, len(tokens))
-        told = self.request, self.number, tokens, logprobs, version, self.reason, *more
-        return _new_output(told)
+        of, at, end = self.request, self.number, self.reason
+        if self.details is None:  # without starred expressions, which take as long as all else
+            none = None
+            return _new_output((of, at, tokens, logprobs, version, end, none, none, none, none))
+        details = self.details.output(start, len(self.tokens))
+        return _new_output((of, at, tokens, logprobs, version, end, *details))
 
     def _versions(self, start: int, count: int) -> list[int]:
         """Returns the version of the weights of each token from position ``start`` on."""
