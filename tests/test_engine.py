@@ -210,9 +210,12 @@ def engine_with_head() -> jaxkv.Engine:
 
 
 def random_details(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
-    """The same requests, most of which ask for more than tokens."""
+    """The same requests, half of which ask for more than tokens."""
     rng, found = np.random.default_rng(seed), []
-    for prompt, sampling in random_requests(seed, count):
+    for number, (prompt, sampling) in enumerate(random_requests(seed, count)):
+        if number % 4 > 1:
+            found.append((prompt, sampling))
+            continue
         asked = rng.choice([None, False, True, 0, 1, 3], 2).tolist()
         details = {"logprobs": asked[0], "prompt_logprobs": asked[1], "side": bool(rng.integers(2))}
         found.append((prompt, dataclasses.replace(sampling, **details)))
@@ -222,13 +225,26 @@ def random_details(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
 def test_a_head_computes_the_logits_that_requests_ask_for(monkeypatch) -> None:
     """Of prompts piece by piece; after chunks, forks, hits and preemptions."""
     monkeypatch.setattr(_logprobs, "PIECE", 3)
-    engine, requests = engine_with_head(), random_details(4, 24)
+    engine, requests = engine_with_head(), random_details(1, 30)
     assert_right(run(engine, requests), requests)
     assert engine.stats.preemptions and engine.stats.cached_tokens
     engine.warm_up(*[sampling for _, sampling in requests])
     with count_compilations() as compilations:
         run(engine, requests)
     assert not compilations
+
+
+def test_logits_of_a_prompt_are_in_memory_piece_by_piece() -> None:
+    tokens, vocab, bf16 = 4096, 8192, jnp.bfloat16
+    shapes = [((8, vocab), bf16), ((tokens, 8), bf16), ((tokens,), jnp.int32)]
+
+    @jax.jit
+    def logprobs(weights: jax.Array, hidden: jax.Array, ids: jax.Array) -> jax.Array:
+        return _logprobs.prompt_logprobs(lambda rows: rows @ weights, hidden, ids, 2)
+
+    compiled = logprobs.lower(*itertools.starmap(jax.ShapeDtypeStruct, shapes)).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 2.5 * 4 * _logprobs.PIECE * vocab < 4 * tokens * vocab / 3
 
 
 def test_steps_return_details_with_the_tokens_that_they_belong_to() -> None:
@@ -516,7 +532,7 @@ def engine_on_two_devices() -> jaxkv.Engine:
         params = jax.device_put(make_params(), same)
         columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "heads"))
         params["head"] = jax.device_put(params["head"], columns)  # and so are the logits
-        return jaxkv.Engine(forward, params, plan, cache=cache, **SIZES)
+        return jaxkv.Engine(hidden_states, params, plan, head=head, cache=cache, **SIZES)
 
 
 @needs_devices(2)
@@ -524,7 +540,7 @@ def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one(
     monkeypatch,
 ) -> None:
     monkeypatch.setattr(_device, "folder_for", None)  # of the lowered layers, for one device alone
-    engine, requests = engine_on_two_devices(), random_requests(2, 6)
+    engine, requests = engine_on_two_devices(), random_details(2, 6)
     engine.warm_up(*[sampling for _, sampling in requests])
     with count_compilations() as compilations:
         outputs = run(engine, requests)
