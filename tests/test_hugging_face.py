@@ -8,14 +8,17 @@ import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.logits_processors import RepetitionPenalty
 
 HERE = pathlib.Path(__file__).parent
 GOLDEN = HERE / "golden" / "hugging_face.json"
 KINDS = "llama", "qwen3", "gemma3_text"
+PENALTY = 1.3
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [27, 18, 28]]
 
 
@@ -63,3 +66,17 @@ def test_a_model_that_the_guide_does_not_know_is_refused(tmp_path) -> None:
     config = random_checkpoint.CONFIGS["llama"] | {"rope_parameters": {"rope_type": "yarn"}}
     with pytest.raises(ValueError, match="rope_type='yarn'; this knows default, linear and llama3"):
         hugging_face.rope_angles(config, np.arange(2))
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    recorded = json.loads(GOLDEN.read_text())
+    for ids, logits, penalized in zip(
+        PROMPTS, recorded["llama"], recorded["repetition_penalty"], strict=True
+    ):
+        given = np.array(logits[-1], np.float32)
+        processor = RepetitionPenalty(given.size)
+        state = processor.init(PENALTY, np.array(ids[:2], np.int32))
+        for token in ids[2:]:
+            state = processor.advance(jax.tree.map(jnp.asarray, state), jnp.int32(token))
+        np.testing.assert_allclose(processor.apply(state, given), penalized, rtol=1e-6)
+        assert (given != penalized).sum() == len({*ids})
