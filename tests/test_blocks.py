@@ -134,7 +134,7 @@ def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled(num_blocks: in
 STATE = {"shapes": ((2,),), "dtypes": ("f32",)}
 
 
-def held_columns(manager: BlockManager, name: object) -> list[set[int]]:
+def held_logical_blocks(manager: BlockManager, name: object) -> list[set[int]]:
     return [{c for c, i in enumerate(ids) if i} for ids in manager.block_ids(name)]
 
 
@@ -385,10 +385,10 @@ def test_a_step_that_is_shorter_than_its_grow_holds_its_own_states() -> None:
         manager.start(name)
     manager.step(shape, {"a": 9})
     manager.grow({"a": 15})
-    assert held_columns(manager, "a") == [{2, 5, 6}]
+    assert held_logical_blocks(manager, "a") == [{2, 5, 6}]
     manager.step(shape, {"b": 4})
     manager.step(shape, {"a": 3})
-    assert held_columns(manager, "a") == [{2, 3}]
+    assert held_logical_blocks(manager, "a") == [{2, 3}]
     ids = [{i for i in manager.block_ids(name)[0] if i} for name in "ab"]
     assert not ids[0] & ids[1]
 

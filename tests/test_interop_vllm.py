@@ -411,10 +411,10 @@ def setting(name: str, max_tokens: int = 64, **room: int) -> Setting:
 
 
 def live_ids(plan: Plan, ids: Any, computed: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """Group, column and id of the blocks that a step reads or writes."""
+    """Group, logical block and id of the blocks that a step reads or writes."""
     for group, of_group in enumerate(ids):
-        for column in plan.groups[group].growth.live_blocks(computed, total):
-            yield group, column, of_group[column]
+        for logical_block in plan.groups[group].growth.live_blocks(computed, total):
+            yield group, logical_block, of_group[logical_block]
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -508,7 +508,7 @@ def test_parts_have_all_ids_of_entries_in_order_and_no_more_than_fit(entries, ro
     assert {e.row for part in parts for e in part} == {e.row for e in given}
 
     def cells(entries: Iterable[TableEntry]) -> list[Any]:
-        """Row, group, column and id, in order of the first three."""
+        """Row, group, logical block and id, in order of the first three."""
         return sorted(
             (entry.row, group, start + i, block_id)
             for entry in entries
@@ -737,8 +737,8 @@ def test_a_block_is_zeroed_iff_it_has_no_computed_token() -> None:
             wanted = [
                 [
                     block
-                    for column, block in enumerate(of_group)
-                    if computed <= (column * growth.block_size if growth.stores == "tokens" else 0)
+                    for index, block in enumerate(of_group)
+                    if computed <= (index * growth.block_size if growth.stores == "tokens" else 0)
                 ]
                 for growth, of_group in zip(growths, ids, strict=True)
             ]
@@ -775,11 +775,11 @@ def test_blocks_to_zero_are_spread_over_uploads_and_zeroed_once(name: str) -> No
 
 
 def test_a_copy_has_the_group_that_reads_its_source_and_not_one_that_freed_it() -> None:
-    """A window of 40 tokens in blocks of 16 has left column 0 after 64 tokens."""
+    """A window of 40 tokens in blocks of 16 has left logical block 0 after 64 tokens."""
     _, plan, tables, _ = setting(WINDOWS)
     assert [group.growth.window for group in plan.groups[:2]] == [40, 40]
     for reads, other in ((0, 1), (1, 0)):
-        ids = [[10 * group + column for column in range(1, 6)] for group in range(3)]
+        ids = [[10 * group + index for index in range(1, 6)] for group in range(3)]
         ids[other][0] = ids[reads][3]
         name = f"request {reads}"
         tables.follow(output(scheduled_new_reqs=[new(name, *ids)], num_scheduled_tokens={name: 64}))

@@ -164,7 +164,7 @@ def test_a_state_that_is_computed_again_was_just_used(is_wanted: bool) -> None:
 
 
 def test_a_block_of_a_checkpoint_does_not_replace_one_in_host_memory() -> None:
-    """It would be forgotten for its column alone, and the checkpoint would stay."""
+    """It would be forgotten for its block alone, and the checkpoint would stay."""
     tree = PrefixTree(
         [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=99, host_ids=5
     )

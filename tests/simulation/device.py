@@ -69,24 +69,24 @@ class Group:
             return max(position - self.window + 1, 0)
         return position // self.chunk * self.chunk if self.chunk < NO_WINDOW else 0
 
-    def newest_column(self, num_tokens: int) -> int:
-        """Returns the column of the state after ``num_tokens`` tokens."""
+    def newest_block(self, num_tokens: int) -> int:
+        """Returns the logical block of the state after ``num_tokens`` tokens."""
         return 0 if self.mode == "none" else max(-(-num_tokens // self.block) - 1, 0)
 
-    def state_columns(self, before: int, total: int) -> set[int]:
-        """Returns the columns of states that a step can read and write."""
+    def state_blocks(self, before: int, total: int) -> set[int]:
+        """Returns the logical blocks of states that a step can read and write."""
         if self.mode == "none":
             return set(range(1 + self.drafts))
-        last = self.newest_column(total)
+        last = self.newest_block(total)
         first = before // self.block if self.mode == "all" else last
         columns = set(range(first, last + 1 + self.drafts))
-        return columns | ({self.newest_column(before)} if before else set())
+        return columns | ({self.newest_block(before)} if before else set())
 
 
 class Device:
     """Tables and blocks, changed by uploads in the order of `jaxkv.apply_step`.
 
-    rows: by group and row, block ids by column. Old cells stay, as on the device.
+    rows: by group and row, block ids by logical block. Old cells stay, as on the device.
     blocks: by block, contents by place.
     host: by chunk, its group and the contents of its blocks.
     number, move_number: of the last upload, and of the last moves.

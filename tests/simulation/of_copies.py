@@ -43,7 +43,7 @@ class CopySimulation(ManagerSimulation):
         count = self.draw.randint(1, min(room, self.plan.limits.max_in_flight_tokens) or 1)
         self.say(f"grow({{{name!r}: {count}}})")
         is_lost = any(
-            request.states[group.index][before] not in group.state_columns(before, before + count)
+            request.states[group.index][before] not in group.state_blocks(before, before + count)
             for group in groups
         )
         errors = ValueError, OutOfBlocksError

@@ -253,7 +253,7 @@ class ManagerSimulation(Simulation):
         return any(
             group.mode == "align"
             and request.states[group.index].get(request.computed, 0)
-            > group.newest_column(request.computed)
+            > group.newest_block(request.computed)
             for group in self.oracle.groups
         )
 

@@ -125,7 +125,7 @@ class Oracle:
         each = zip(self.groups, handed.first_logical_blocks, handed.block_ids, strict=True)
         for group, first, ids in each:
             if group.is_state:
-                assert (first, len(ids)) == (group.newest_column(count), 1), "handed states"
+                assert (first, len(ids)) == (group.newest_block(count), 1), "handed states"
                 yield int(ids[0]), 0, self._content(group, request.story[count])
                 continue
             if group.open:
@@ -154,7 +154,7 @@ class Oracle:
         request.states = {g.index: {} for g in self.groups if g.is_state}
         for group in self.groups:
             if group.is_state and cached:
-                request.states[group.index][cached] = group.newest_column(cached)
+                request.states[group.index][cached] = group.newest_block(cached)
         request.partial = {g.index: self._content(g, request.story[-1]) for g in self.groups}
 
     def fork(self, donor: Known, request: Known, num_tokens: int) -> None:
@@ -170,7 +170,7 @@ class Oracle:
         for group in self.groups:
             if group.is_state and num_tokens:
                 columns = donor.states[group.index]
-                column = group.newest_column(num_tokens)
+                column = group.newest_block(num_tokens)
                 assert columns.get(num_tokens) == column, (
                     f"group {group.index}: a fork shares the state after {num_tokens} tokens, "
                     f"and the donor's states are in columns {columns}"
@@ -188,7 +188,7 @@ class Oracle:
         for group in self.groups if count else ():
             if group.is_state:
                 columns = request.states[group.index]
-                assert columns.get(count) == group.newest_column(count), "a state of a draft"
+                assert columns.get(count) == group.newest_block(count), "a state of a draft"
                 request.states[group.index] = {
                     n: c
                     for n, c in columns.items()
@@ -320,7 +320,7 @@ class Oracle:
             if group.kind == "cross":
                 columns = -(-request.encoder_tokens // group.block)
             elif group.is_state:
-                newest = group.newest_column(total)
+                newest = group.newest_block(total)
                 first = request.computed // group.block if group.mode == "all" else newest
                 columns = 2 + newest + group.drafts - first  # that of the source comes first
             elif group.open:
@@ -576,7 +576,7 @@ class _Step:
         columns = self.request.states[group.index]
         assert self.before in columns, f"group {group.index}: no state after {self.before} tokens"
         column = columns[self.before]
-        assert column in group.state_columns(self.before, self.total), (
+        assert column in group.state_blocks(self.before, self.total), (
             f"group {group.index}: a step cannot read column {column}"
         )
         content = self.oracle._content(group, self.request.story[self.before])
@@ -593,14 +593,14 @@ class _Step:
         kept = {}
         if group.mode == "all":
             kept = {n: c for n, c in known.items() if n % group.block == 0 and n <= self.before}
-            kept = {n: c for n, c in kept.items() if c == group.newest_column(n)}
+            kept = {n: c for n, c in kept.items() if c == group.newest_block(n)}
         elif group.mode == "align" and self.before % group.block == 0 and not group.drafts:
             kept = {n: c for n, c in known.items() if n == self.before}
             kept = {n: c for n, c in kept.items() if c not in places.values()}
         known.clear()
         known.update(kept | places)
         if group.mode == "align":  # `Oracle.rewind` writes the accepted one there
-            last = group.newest_column(self.total)
+            last = group.newest_block(self.total)
             known.update(dict.fromkeys(self._to_verify(), last))
         return written
 
@@ -612,12 +612,12 @@ class _Step:
 
     def _places(self, group: Group) -> dict[int, int]:
         """Returns the columns into which a step writes states, by numbers of tokens."""
-        before, total, last = self.before, self.total, group.newest_column(self.total)
+        before, total, last = self.before, self.total, group.newest_block(self.total)
         counts = self._to_verify() or [total]
         if group.mode == "align" or (group.mode == "none" and len(counts) == 1):
             return {total: last}
         if len(counts) > 1:  # read with at=, after drafts were rejected; wherever blocks end
-            first = group.newest_column(counts[0])
+            first = group.newest_block(counts[0])
             return {n: first + n - counts[0] for n in counts}
         ends = range((before // group.block + 1) * group.block, total + 1, group.block)
         return {end: end // group.block - 1 for end in ends} | {total: last}
