@@ -135,6 +135,42 @@ def test_queries_attend_to_the_tokens_that_are_chosen_and_to_no_other(
         jax.clear_caches()
 
 
+@needs_devices(2)
+def test_devices_attend_to_the_chosen_tokens_for_their_own_heads() -> None:
+    """And choose the same ones, in layers by their index in a loop."""
+    rng, outs = np.random.default_rng(4), []
+    queries, keys = (rng.standard_normal((TOKENS, n, 8)).astype(np.float32) for n in (4, 2))
+    weights = rng.random((TOKENS, 4)).astype(np.float32)
+    for ranks in (1, 2):
+        kv = jaxkv.FullAttentionSpec(
+            block_size=4, num_kv_heads=2 // ranks, head_size=8, dtype="f32"
+        )
+        place: dict[str, Any] = {"device": jax.devices()[0]}
+        if ranks == 2:
+            place = {"mesh": jax.sharding.Mesh(np.array(jax.devices()[:2]), ("h",)), "axis": "h"}
+        index = INDEXES["plain"]
+        server = Server({"a": kv, "b": kv, "a.i": index, "b.i": index}, **place)
+
+        def layers(cache: Any, layer: str, batch: Any, queries: Any, keys: Any, weights: Any):
+            def run(carry: Any, i: Any) -> Any:
+                cache, x = carry
+                index = {"count": 3, "layer_index": i}
+                arrays = x, weights, x[:, 0]
+                cache, chosen = jaxkv.top_tokens(cache, f"{layer}.i", batch, *arrays, **index)
+                options = {"selected": chosen, "layer_index": i}
+                cache, out = jaxkv.attend(cache, layer, batch, x, keys, keys, **options)
+                return (cache, x + out), chosen
+
+            (cache, x), chosen = jax.lax.scan(run, (cache, queries), jnp.arange(2))
+            return cache, (x, chosen)
+
+        for work in ({0: 9}, {0: 3, 1: 8}):
+            _, out = server.call(layers, "a", work, queries, keys, weights)
+        outs.append((np.asarray(out[0])[:11], np.asarray(out[1])[:, :11]))
+    for one, two in zip(*outs, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+
+
 def test_packed_latents_are_chosen_by_their_unpacked_values() -> None:
     spec = jaxkv.MLASpec(block_size=4, head_size=192, value_size=128, bytes_per_token=260)
     server = Server({"a": spec})
@@ -167,7 +203,7 @@ INDEXES: dict[str, Any] = {
 class Server:
     """A poisoned cache of some layers and its manager; requests start at their first step."""
 
-    def __init__(self, layers: dict[str, Any], ranks: int = 1):
+    def __init__(self, layers: dict[str, Any], ranks: int = 1, **place: Any):
         plan = jaxkv.plan_cache(
             layers,
             2**30,
@@ -177,7 +213,7 @@ class Server:
             zero_policy="never",
             context_parallel=ranks,
         )
-        options: dict[str, Any] = {}
+        options = place
         if ranks > 1:
             auto = (jax.sharding.AxisType.Auto,)
             mesh = jax.make_mesh((ranks,), ("c",), axis_types=auto, devices=jax.devices()[:ranks])
