@@ -59,20 +59,19 @@ def _attend(
 ) -> tuple[Array, Array]:
     """Returns float32[Q, heads, V], the output, and float32[Q, heads], the log-sum-exp."""
     row, seen = bound.form.row, (slots >= 0)[:, None, None]
+    # Rows without a slot read as zeros, so that a weight of 0 never meets a NaN.
     rows = _read(bound, slots, packed_row(bound.form.spec) if rule.row_packing else None)
     compute = queries.dtype if rule.row_packing else _compute_dtype(rows, queries)
     rows = rows.reshape(*slots.shape, row.heads, -1).astype(compute)
     width = queries.shape[-1]
     first = 0 if row.key_elements is None else width
     values = rows[..., first : first + (rule.value_width or 0)]
-    # Bytes that are not chosen may be NaN, and 0 * NaN is NaN, so values are masked, too.
-    values = jnp.where((slots >= 0)[:, :, None, None], values, 0)
     grouped = queries.reshape(len(queries), row.heads, -1, width).astype(compute)
     key_scale, value_scale = bound.key_value_scales
     if rule.row_packing is not None:
         key_scale = 1.0
     scores = _product("qhgk,qnhk->qhgn", grouped, rows[..., :width])
-    scores = scores * (key_scale * (rule.scale or 1.0))
+    scores = scores * (key_scale * (1.0 if rule.scale is None else rule.scale))
     if rule.soft_cap is not None:
         scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
     scores = jnp.where(seen, scores, -jnp.inf)
