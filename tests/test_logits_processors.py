@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv import Sampling
@@ -25,7 +26,8 @@ from jaxkv.logits_processors import (
     TokenTable,
 )
 from jaxkv.testing import count_compilations
-from tests.engine_models import VOCAB, forward, kept, make_params, make_plan, noise, whole
+from tests.engine_models import SPECS, VOCAB, forward, kept, make_params, make_plan, noise, whole
+from tests.helpers import needs_devices
 
 ALL: Any = (
     RepetitionPenalty,
@@ -154,6 +156,19 @@ def test_a_warm_engine_compiles_nothing_for_processors() -> None:
         while engine.has_work:
             engine.step()
     assert not compilations
+
+
+@needs_devices(2)
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_two_devices_process_as_one(kind: jax.sharding.AxisType) -> None:
+    spec = dataclasses.replace(SPECS["full"], num_kv_heads=1)  # on each of them
+    plan = jaxkv.plan_cache({"full": spec}, 2**16, max_model_len=48)
+    mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2], axis_types=(kind,))
+    cache = jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads")
+    params = jax.device_put(make_params(), NamedSharding(mesh, PartitionSpec()))
+    processors, requests = [of(VOCAB) for of in ALL], random_requests(4, 12)
+    engine = jaxkv.Engine(forward, params, plan, cache=cache, logits_processors=processors, **SIZES)
+    assert_right(list(engine.generate(*zip(*requests, strict=True))), requests, ("full",))
 
 
 def test_only_arrays_that_a_token_changes_are_written() -> None:

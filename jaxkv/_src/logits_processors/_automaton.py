@@ -7,12 +7,12 @@ from typing import NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float32, Int16, Int32, Int64
+from jaxtyping import Int16, Int64
 
 from jaxkv._src.internal.checks import check_count, check_kind, check_positive, plain_ints
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.logits_processors._masks import LEAST
-from jaxkv._src.logits_processors._protocol import OverVocabulary
+from jaxkv._src.logits_processors._protocol import Ids, Logits, OverVocabulary, Token
 
 REFUSED = -1
 
@@ -113,9 +113,7 @@ class TokenAutomaton(OverVocabulary):
         check_positive(max_states=max_states, max_classes=max_classes)
         self._sizes = max_states, max_classes
 
-    def init(
-        self, data: TokenTable | None, prompt: Int32[np.ndarray, "tokens"]
-    ) -> AutomatonState[np.ndarray]:
+    def init(self, data: TokenTable | None, prompt: Ids) -> AutomatonState[np.ndarray]:
         next_states = np.full(self._sizes, REFUSED, np.int16)
         if data is None:
             return AutomatonState(
@@ -133,15 +131,11 @@ class TokenAutomaton(OverVocabulary):
         next_states[:states, :classes] = data.next_states
         return AutomatonState(np.asarray(data.start, np.int32), data.classes, next_states)
 
-    def apply(
-        self, state: AutomatonState[Array], logits: Float32[Array, "vocab"]
-    ) -> Float32[Array, "vocab"]:
+    def apply(self, state: AutomatonState[Array], logits: Logits) -> Logits:
         following = take(state.next_states, state.state, REFUSED)
         return jnp.where(following[state.classes] > REFUSED, logits, LEAST)
 
-    def advance(
-        self, state: AutomatonState[Array], token: Int32[Array, ""]
-    ) -> AutomatonState[Array]:
+    def advance(self, state: AutomatonState[Array], token: Token) -> AutomatonState[Array]:
         of_token = state.classes[token]
         following = take(state.next_states, state.state, REFUSED)[of_token]
         return state._replace(state=following.astype(jnp.int32))

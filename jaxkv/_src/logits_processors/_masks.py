@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32
 
 from jaxkv._src.internal.checks import check_count, check_kind, check_number
-from jaxkv._src.logits_processors._protocol import OverVocabulary
+from jaxkv._src.logits_processors._protocol import Ids, Logits, OverVocabulary, Token
 
 LEAST = -np.inf  # the logit of a token that is left out
 
@@ -20,9 +20,7 @@ class LogitBias(OverVocabulary):
     Data: a mapping from token ids to numbers.
     """
 
-    def init(
-        self, data: Mapping[int, float] | None, prompt: Int32[np.ndarray, "tokens"]
-    ) -> Float32[np.ndarray, "vocab"]:
+    def init(self, data: Mapping[int, float] | None, prompt: Ids) -> Float32[np.ndarray, "vocab"]:
         bias = np.zeros(self.vocab_size, np.float32)
         if data is not None:
             check_kind(Mapping, "a mapping from token ids to numbers", LogitBias=data)
@@ -31,10 +29,10 @@ class LogitBias(OverVocabulary):
             bias[self._ids("LogitBias", [*data])] = [*data.values()]
         return bias
 
-    def apply(self, state: Array, logits: Float32[Array, "vocab"]) -> Float32[Array, "vocab"]:
+    def apply(self, state: Array, logits: Logits) -> Logits:
         return logits + state
 
-    def advance(self, state: Array, token: Int32[Array, ""]) -> Array:
+    def advance(self, state: Array, token: Token) -> Array:
         return state
 
 
@@ -44,9 +42,7 @@ class AllowedTokens(OverVocabulary):
     Data: a collection of token ids.
     """
 
-    def init(
-        self, data: Sequence[int] | Set[int] | None, prompt: Int32[np.ndarray, "tokens"]
-    ) -> Bool[np.ndarray, "vocab"]:
+    def init(self, data: Sequence[int] | Set[int] | None, prompt: Ids) -> Bool[np.ndarray, "vocab"]:
         allowed = np.zeros(self.vocab_size, bool)
         if data is not None:
             allowed[self._ids("AllowedTokens", data)] = True
@@ -54,10 +50,10 @@ class AllowedTokens(OverVocabulary):
                 raise ValueError("AllowedTokens is empty; allow at least one token")
         return allowed
 
-    def apply(self, state: Array, logits: Float32[Array, "vocab"]) -> Float32[Array, "vocab"]:
+    def apply(self, state: Array, logits: Logits) -> Logits:
         return jnp.where(state, logits, LEAST)
 
-    def advance(self, state: Array, token: Int32[Array, ""]) -> Array:
+    def advance(self, state: Array, token: Token) -> Array:
         return state
 
 
@@ -75,7 +71,7 @@ class MinTokens(OverVocabulary):
     """
 
     def init(
-        self, data: tuple[int, Sequence[int] | Set[int]] | None, prompt: Int32[np.ndarray, "tokens"]
+        self, data: tuple[int, Sequence[int] | Set[int]] | None, prompt: Ids
     ) -> MinTokensState[np.ndarray]:
         least, ends = 0, np.zeros(self.vocab_size, bool)
         if data is not None:
@@ -87,12 +83,8 @@ class MinTokens(OverVocabulary):
             ends[self._ids("MinTokens", ids)] = True
         return MinTokensState(np.asarray(least, np.int32), ends)
 
-    def apply(
-        self, state: MinTokensState[Array], logits: Float32[Array, "vocab"]
-    ) -> Float32[Array, "vocab"]:
+    def apply(self, state: MinTokensState[Array], logits: Logits) -> Logits:
         return jnp.where(state.ends & (state.left > 0), LEAST, logits)
 
-    def advance(
-        self, state: MinTokensState[Array], token: Int32[Array, ""]
-    ) -> MinTokensState[Array]:
+    def advance(self, state: MinTokensState[Array], token: Token) -> MinTokensState[Array]:
         return state._replace(left=jnp.maximum(state.left - 1, 0))

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float32, Int32
 
 from jaxkv._src.internal.checks import check_number
-from jaxkv._src.logits_processors._protocol import OverVocabulary
+from jaxkv._src.logits_processors._protocol import Ids, Logits, OverVocabulary, Token
 
 
 class PenaltyState[A](NamedTuple):
@@ -24,38 +23,32 @@ class RepetitionPenalty(OverVocabulary):
     Data: the divisor, more than 0; more than 1 makes these tokens less likely.
     """
 
-    def init(
-        self, data: float | None, prompt: Int32[np.ndarray, "tokens"]
-    ) -> PenaltyState[np.ndarray]:
+    def init(self, data: float | None, prompt: Ids) -> PenaltyState[np.ndarray]:
         penalty = 1.0 if data is None else data
         check_number(RepetitionPenalty=penalty)
         if not 0 < penalty < np.inf:
             raise ValueError(f"RepetitionPenalty={penalty} must be a number more than 0")
         return PenaltyState(np.asarray(penalty, np.float32), self._counts(prompt) > 0)
 
-    def apply(
-        self, state: PenaltyState[Array], logits: Float32[Array, "vocab"]
-    ) -> Float32[Array, "vocab"]:
+    def apply(self, state: PenaltyState[Array], logits: Logits) -> Logits:
         penalized = jnp.where(logits > 0, logits / state.penalty, logits * state.penalty)
         return jnp.where(state.tokens, penalized, logits)
 
-    def advance(self, state: PenaltyState[Array], token: Int32[Array, ""]) -> PenaltyState[Array]:
+    def advance(self, state: PenaltyState[Array], token: Token) -> PenaltyState[Array]:
         return state._replace(tokens=state.tokens.at[token].set(True))
 
 
 class _AnswerPenalty(OverVocabulary):
     """A penalty of tokens of the answer, of which the state counts each."""
 
-    def init(
-        self, data: float | None, prompt: Int32[np.ndarray, "tokens"]
-    ) -> PenaltyState[np.ndarray]:
+    def init(self, data: float | None, prompt: Ids) -> PenaltyState[np.ndarray]:
         penalty = 0.0 if data is None else data
         check_number(**{type(self).__name__: penalty})
         if not np.isfinite(penalty):
             raise ValueError(f"{type(self).__name__}={penalty} must be finite")
         return PenaltyState(np.asarray(penalty, np.float32), self._counts(prompt[:0]))
 
-    def advance(self, state: PenaltyState[Array], token: Int32[Array, ""]) -> PenaltyState[Array]:
+    def advance(self, state: PenaltyState[Array], token: Token) -> PenaltyState[Array]:
         return state._replace(tokens=state.tokens.at[token].add(1))
 
 
@@ -65,9 +58,7 @@ class FrequencyPenalty(_AnswerPenalty):
     Data: the number, usually -2 to 2.
     """
 
-    def apply(
-        self, state: PenaltyState[Array], logits: Float32[Array, "vocab"]
-    ) -> Float32[Array, "vocab"]:
+    def apply(self, state: PenaltyState[Array], logits: Logits) -> Logits:
         return logits - state.penalty * state.tokens.astype(logits.dtype)
 
 
@@ -77,7 +68,5 @@ class PresencePenalty(_AnswerPenalty):
     Data: the number, usually -2 to 2.
     """
 
-    def apply(
-        self, state: PenaltyState[Array], logits: Float32[Array, "vocab"]
-    ) -> Float32[Array, "vocab"]:
+    def apply(self, state: PenaltyState[Array], logits: Logits) -> Logits:
         return logits - jnp.where(state.tokens > 0, state.penalty, 0)

@@ -10,6 +10,10 @@ from jaxtyping import Float32, Int32, PyTree
 from jaxkv._src.internal.checks import check_positive, plain_ints
 from jaxkv._src.prefixes import as_tokens
 
+Logits = Float32[Array, "vocab"]
+Token = Int32[Array, ""]
+Ids = Int32[np.ndarray, "tokens"]
+
 
 class LogitsProcessor[Data, State](Protocol):
     """Changes the logits of one request before a token is drawn.
@@ -22,7 +26,7 @@ class LogitsProcessor[Data, State](Protocol):
     Data: of a request, from `jaxkv.Sampling`. State: any pytree of arrays.
     """
 
-    def init(self, data: Data | None, prompt: Int32[np.ndarray, "tokens"]) -> PyTree[np.ndarray]:
+    def init(self, data: Data | None, prompt: Ids) -> PyTree[np.ndarray]:
         """Returns the state after a prompt, as NumPy arrays of shapes that are always the same.
 
         It runs on the host. Raises TypeError or ValueError for data that it does not take.
@@ -32,11 +36,11 @@ class LogitsProcessor[Data, State](Protocol):
         """
         ...
 
-    def apply(self, state: State, logits: Float32[Array, "vocab"]) -> Float32[Array, "vocab"]:
+    def apply(self, state: State, logits: Logits) -> Logits:
         """Returns the logits to draw the next token from."""
         ...
 
-    def advance(self, state: State, token: Int32[Array, ""]) -> State:
+    def advance(self, state: State, token: Token) -> State:
         """Returns the state after a token. Arrays that it returns as they are cost nothing."""
         ...
 
