@@ -105,8 +105,8 @@ class Engine(Unique):
           forks: samples of one prompt that may start in one step; None: up to 32.
           shared_prefixes: groups of samples or prompts that read the blocks that they begin with
             together, in steps of one token for each that save enough by it; see
-            `StepShape.for_plan`. None: 32 where the device's kernels can; 0: each its own.
-            It changes the last bits of a token's logits.
+            `StepShape.for_plan`. None: 32 where the device's kernels can, and none with
+            ``reproducible``, because it changes the last bits of logits; 0: each its own.
           reproducible: True: the tokens and log-probabilities of a request have the same bits
             whatever runs next to it, and after hits, preemptions and other chunks. This holds
             within one engine, for a ``forward`` that computes each token by itself but for

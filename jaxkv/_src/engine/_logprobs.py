@@ -22,6 +22,8 @@ def most_likely(logits: Array, count: int) -> Array:
     Returns:
       int32[N, 2, count], token ids, and the bits of their log-probabilities in f32.
     """
+    if not count:
+        return jnp.zeros((len(logits), 2, 0), jnp.int32)
     logits = logits.astype(jnp.float32)
     top, ids = lax.top_k(logits, count)
     top = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -168,7 +168,8 @@ def check_reproducible(plan: Plan, *, decode_steps: int, shared_prefixes: int | 
             "of a prompt; leave it out"
         )
     if decode_steps > 1 or shared_prefixes:
+        more = f" and shared_prefixes={shared_prefixes}" if shared_prefixes else ""
         raise ValueError(
-            f"reproducible=True needs steps of one shape; leave out decode_steps={decode_steps} "
-            f"and shared_prefixes={shared_prefixes}"
+            "reproducible=True needs steps of one shape; leave out "
+            f"decode_steps={decode_steps}{more}"
         )
