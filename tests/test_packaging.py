@@ -84,7 +84,7 @@ def test_users_get_what_every_module_needs_and_choose_the_rest(metadata: Message
     for cuda in ("cuda12", "cuda13"):
         lines = [line.partition(";")[0] for line in asked if f"extra == '{cuda}'" in line]
         assert lines == ["flatbuffers", f"jax[{cuda}]>=0.10.2"]
-    extras = {"cuda12", "cuda13", "demo", "docs", "events", "mutants", "notebooks", "plot"}
+    extras = {"chat", "cuda12", "cuda13", "demo", "docs", "events", "mutants", "notebooks", "plot"}
     extras |= {"test", "testing"}
     assert set(metadata.get_all("Provides-Extra") or []) == extras
 
