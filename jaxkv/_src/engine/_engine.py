@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, get_args
 
+from jaxtyping import PyTree
+
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
@@ -36,7 +38,7 @@ from jaxkv._src.internal.unique import Unique
 from jaxkv._src.logits_processors import LogitsProcessor
 from jaxkv._src.offload import HostMemory
 from jaxkv._src.planning import Plan, stores_encoder_tokens
-from jaxkv._src.prefixes import EventLog, ExtraKey, check_content
+from jaxkv._src.prefixes import EventLog, ExtraKey, TokenIds, check_content
 from jaxkv._src.scheduler import Scheduler
 from pallas_kernels import default_implementation
 
@@ -69,7 +71,7 @@ class Engine(Unique):
     def __init__(
         self,
         forward: Forward,
-        params: Any,
+        params: PyTree,
         plan: Plan,
         *,
         max_requests: int,
@@ -215,7 +217,7 @@ class Engine(Unique):
 
     def generate(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[TokenIds],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         salt: str | None = None,
@@ -268,7 +270,7 @@ class Engine(Unique):
     def add(
         self,
         request: Hashable,
-        prompt: Any,
+        prompt: TokenIds,
         sampling: Sampling | None = None,
         *,
         priority: int = 0,
@@ -341,7 +343,7 @@ class Engine(Unique):
 
     # --- weights and memory -------------------------------------------------------
 
-    def update(self, params: Any, *, in_flight: InFlight = "finish") -> None:
+    def update(self, params: PyTree, *, in_flight: InFlight = "finish") -> None:
         """Takes new weights. No prompt shares what the old ones computed.
 
         Args:
@@ -433,7 +435,7 @@ class Engine(Unique):
             calls.mend()
 
     def _create(
-        self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None
+        self, request: Hashable, name: str, prompt: TokenIds, sampling: Sampling | None
     ) -> list[Sample]:
         samples = self._samples.create(request, name, prompt, sampling)
         check_processors(self._processors, samples[0].sampling, samples[0].tokens)

@@ -27,8 +27,8 @@ class ModelOutput(NamedTuple):
     side: PyTree[Shaped[Array, "tokens ..."]] | None = None
 
 
-Forward = Callable[[Any, StepContext], Array | ModelOutput]
-Head = Callable[[Any, Array], Array]
+Forward = Callable[[PyTree, StepContext], Array | ModelOutput]
+Head = Callable[[PyTree, Array], Array]
 
 
 class Computed(NamedTuple):

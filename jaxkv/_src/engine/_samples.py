@@ -12,7 +12,7 @@ from jaxkv._src.engine._details import Details
 from jaxkv._src.engine._outputs import FinishReason, Output
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.internal.checks import check_kind, check_name
-from jaxkv._src.prefixes import as_tokens
+from jaxkv._src.prefixes import TokenIds, as_tokens
 
 NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
 NAMES = "index position last offset sample row top_k temperature top_p min_p seed stops".split()
@@ -164,7 +164,7 @@ class Samples:
         self.num_known, self.ends, self.is_watched, self.asks = np.zeros((4, size), np.int64)
 
     def create(
-        self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None
+        self, request: Hashable, name: str, prompt: TokenIds, sampling: Sampling | None
     ) -> list[Sample]:
         """Returns the samples of a new request, checked; ``name`` is that of the argument."""
         sampling = Sampling() if sampling is None else sampling

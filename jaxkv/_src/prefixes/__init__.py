@@ -37,7 +37,7 @@ from jaxkv._src.prefixes._lookup import CachedPrefix, Reason, SharedBlocks, find
 from jaxkv._src.prefixes._namespaces import KnownNamespaces, Namespace
 from jaxkv._src.prefixes._nodes import Node
 from jaxkv._src.prefixes._policies import PrefixPolicy
-from jaxkv._src.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
+from jaxkv._src.prefixes._tokens import MAX_TOKEN, TokenCodes, TokenIds, as_tokens
 from jaxkv._src.prefixes._tree import PrefixTree
 
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "Reason",
     "SharedBlocks",
     "TokenCodes",
+    "TokenIds",
     "as_tokens",
     "block_keys",
     "check_boundaries",

@@ -3,7 +3,7 @@
 import array
 import hashlib
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,15 @@ from jaxkv._src.prefixes._extra_keys import ExtraKey, check_ranges
 MAX_TOKEN = 2**31 - 1
 NUMBER_BITS = 30
 STARTS = 1 << 32 + NUMBER_BITS  # marks the first token of a medium
+
+
+class SupportsArray(Protocol):
+    """An array of NumPy, jax or another library."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+TokenIds = Sequence[int] | SupportsArray
 
 
 class TokenCodes:
@@ -60,9 +69,7 @@ class TokenCodes:
         return [self._number(hashlib.sha256(part).digest()) for part in parts]
 
 
-def as_tokens(
-    name: str, tokens: Sequence[int] | np.ndarray, dtype: type[np.signedinteger] = np.int64
-) -> np.ndarray:
+def as_tokens(name: str, tokens: TokenIds, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
     """Returns token ids as a new array [N].
 
     Raises:
