@@ -97,7 +97,7 @@ class Output(NamedTuple):
     sample: int
     tokens: list[int]
     logprobs: Float32[np.ndarray, "tokens"] | None
-    version: list[int]
+    version: tuple[int, ...]
     finish_reason: FinishReason | None
     prompt_logprobs: Float32[np.ndarray, "prompt"] | None = None
     top_logprobs: TopLogprobs | None = None

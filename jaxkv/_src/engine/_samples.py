@@ -38,6 +38,7 @@ class Sample:
     number: of its request's samples.
     details: that the request asks for.
     version_starts: for each version of the weights, how many tokens were there when it came.
+    version: that of the weights of all its tokens, in a tuple; empty if there are several.
     """
 
     name: Hashable
@@ -53,6 +54,7 @@ class Sample:
     logprobs: array.array[float] = dataclasses.field(default_factory=lambda: array.array("f"))
     reason: FinishReason | None = None
     version_starts: dict[int, int] = dataclasses.field(default_factory=dict)
+    version: tuple[int, ...] = ()
 
     def add_logprob(self, logprob: float) -> None:
         """Adds the log-probability of the next token, in place of one of an interrupted call."""
@@ -68,9 +70,10 @@ class Sample:
 
     def output(self, start: int) -> Output:
         """Returns the tokens from position ``start`` on."""
-        tokens, logprobs, versions = self.tokens[start:].tolist(), None, self.version_starts
+        tokens, logprobs = self.tokens[start:].tolist(), None
         count = len(tokens)
-        version = [*versions] * count if len(versions) == 1 else self._versions(start, count)
+        # One tuple for all samples, if it is of one token.
+        version = self.version * count if self.version else self._versions(start, count)
         if self.sampling.logprobs is not None:
             found = self.logprobs[start - self.num_prompt :][:count]
             logprobs = np.array(found, np.float32)
@@ -81,14 +84,19 @@ class Sample:
         details = self.details.output(start, len(self.tokens))
         return _new_output((of, at, tokens, logprobs, version, end, *details))
 
-    def _versions(self, start: int, count: int) -> list[int]:
+    def note_version(self, version: tuple[int]) -> None:
+        """Notes that the weights of the tokens to come are of this version."""
+        self.version_starts.setdefault(version[0], len(self.tokens))
+        self.version = version if len(self.version_starts) == 1 else ()
+
+    def _versions(self, start: int, count: int) -> tuple[int, ...]:
         """Returns the version of the weights of each token from position ``start`` on."""
         (version, _), *later = self.version_starts.items()
         versions = [version] * count
         for version, first in later:
             at = max(0, first - start)
             versions[at:] = [version] * (count - at)
-        return versions
+        return tuple(versions)
 
     def forget_tokens(self) -> None:
         """Forgets all but the prompt."""
@@ -213,7 +221,7 @@ class Samples:
             for name, part in zip(names, parts, strict=True):
                 getattr(self, name)[: part.size] = part
         sample.index = index
-        sample.version_starts.setdefault(self.version, len(sample.tokens))
+        sample.note_version((self.version,))
         self.by_index[index], self.tokens[sample.name] = sample, sample.tokens
         last = sample.end - sample.num_prompt - 1
         self.records[index] = record_of(sample.sampling, sample.seed, sample.number, last)
@@ -239,7 +247,7 @@ class Samples:
     def note_version(self) -> None:
         """Notes which tokens of each sample came before the present weights."""
         for sample in self.listed():
-            sample.version_starts.setdefault(self.version, len(sample.tokens))
+            sample.note_version((self.version,))
 
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""
