@@ -171,7 +171,7 @@ def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
 
 
 def make_samples(seed: int) -> Samples:
-    samples = Samples(48, seed)
+    samples = Samples(48, seed, num_rows=4)
     samples.model = ModelFacts(9, has_head=False, has_side=False, is_reproducible=False)
     return samples
 
