@@ -158,7 +158,8 @@ class Engine(Unique):
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         check_choice(get_args(LogprobsMode), logprobs_mode=logprobs_mode)
-        self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed, max_requests)
+        num_rows = max_requests if logits_processors else 0
+        self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed, num_rows)
         lookahead = LOOKAHEAD_CALLS * decode_steps
         self._scheduler = Scheduler(
             self.manager,

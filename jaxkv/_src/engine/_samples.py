@@ -269,6 +269,8 @@ class Samples:
           index: int64[S], of the samples of the step.
           running: the samples that run. Those that wait start once the host knows all their tokens.
         """
+        if not self._num_rows:
+            return []
         rows = self.records["row"]
         new = index[rows[index] < 0]
         if new.size > len(self.free_rows):
