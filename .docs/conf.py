@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT))
 import jaxkv  # noqa: E402
 
 # Pages from elsewhere lie here as they do in the repository, so that links between them hold.
+for name in ("notebooks", "api"):  # without pages of names that are gone
+    shutil.rmtree(HERE / name, ignore_errors=True)
 for pattern in ("C*.md", "notebooks/*.*", "tests/benchmarks/README.md"):
     for path in ROOT.glob(pattern):
         copy = HERE / path.relative_to(ROOT)
