@@ -124,11 +124,14 @@ def main() -> None:
     parser.add_argument("--model", type=pathlib.Path, help="a folder, or a .gguf")
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
     arguments = parser.parse_args()
+    model = arguments.model
+    if model is not None and not (model.is_file() or (model / "config.json").is_file()):
+        parser.error(f"--model={model} is neither a .gguf file nor a folder with a config.json")
     jax.config.update("jax_compilation_cache_dir", str(CACHE / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
     began = time.perf_counter()
-    chat = load(arguments.model or download())
+    chat = load(model or download())
     print(f"{sum(x.size for x in jax.tree.leaves(chat.params)):,} weights", end=", ")
     engine = make_engine(chat)
     print(f"{engine.manager.plan.num_blocks:,} blocks of the cache")
