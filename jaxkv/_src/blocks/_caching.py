@@ -34,7 +34,7 @@ class CachedPrompts:
         smallest = self.smallest_block = min([p.block for p in tree.policies])
         self.known = KnownNamespaces(num_tokens=smallest, max_prompts=state.pool.num_blocks)
         # Tokens of a logical block in each group that caches whole blocks.
-        self._whole = tuple(p.block for p in tree.policies if not (p.by_checkpoint or p.is_ring))
+        self._whole = tuple(p.block for p in tree.policies if p.by_block)
         self._of: dict[int, CachedPrompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
         self.epoch = 0
@@ -186,7 +186,7 @@ class CachedPrompts:
         found: list[tuple[int, np.ndarray]] = []
         firsts = self._state.allocated_in(row)[1]
         for group, policy in enumerate(self._tree.policies):
-            if policy.by_checkpoint or policy.is_ring:
+            if not policy.by_block:
                 found.append((0, NO_IDS))
                 continue
             first = max(firsts[group], kept // policy.block)

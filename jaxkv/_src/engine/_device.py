@@ -30,7 +30,7 @@ from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
 from jaxkv._src.uploads import Upload
 
 Uploads = tuple[Upload, ...]  # of one shape
-State = tuple[KVCache, Array, States]  # and int32[N], see `Device`; between two calls
+State = tuple[KVCache, Array, States]  # between two calls; the array is int32[N], see `Device`
 Arrays = dict[str, Any]  # of a call by name; each array costs the host 2 to 5 us
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32

@@ -170,13 +170,14 @@ class Engine(Unique):
             lookahead_steps=lookahead,
         )
         pays = default_implementation("decode", "prefill") == "mosaic_gpu"
-        given = {"reproducible": reproducible, "pays": pays}
         self._buckets = ShapeBuckets(
             plan,
             self._scheduler,
             max_requests,
             max_tokens,
-            prefix_groups=count_prefix_groups(plan, shared_prefixes, **given),
+            prefix_groups=count_prefix_groups(
+                plan, shared_prefixes, reproducible=reproducible, pays=pays
+            ),
             reproducible=reproducible,
             has_targets=head is not None,
         )
@@ -189,7 +190,7 @@ class Engine(Unique):
         processing = functools.partial(
             Processing,
             self._processors,
-            num_rows=max_requests,
+            num_rows=num_rows,
             max_model_len=plan.max_model_len,
             logprobs_mode=logprobs_mode,
         )

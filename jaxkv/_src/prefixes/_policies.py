@@ -36,6 +36,11 @@ class PrefixPolicy:
         return self.growth.stores == "ring"
 
     @functools.cached_property
+    def by_block(self) -> bool:
+        """Whether whole blocks are cached, each by itself."""
+        return not (self.by_checkpoint or self.is_ring)
+
+    @functools.cached_property
     def only_last(self) -> bool:
         """Whether the next token reads only the block at the end of the prefix."""
         return self.growth.stores == "state"
