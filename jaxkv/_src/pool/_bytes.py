@@ -94,20 +94,10 @@ def read_elements(
     start, stop = extents.start_bytes + part.start, extents.start_bytes + part.stop
     buffer, index = layer.buffer.reshape(-1, extents.extent_bytes), _find_all(layer, block_ids)
 
-    def gather(buffer: Array, index: Array, unit: int) -> Array:
+    def gather(buffer: Array, unit: int) -> Array:
         return pallas_kernels.read_extents(buffer, index, slice(start // unit, stop // unit))
 
-    def by_bytes(buffer: Array, index: Array) -> Array:
-        return as_dtype(gather(buffer, index, 1), dtype)
-
-    def by_elements(buffer: Array, index: Array) -> Array:
-        elements = gather(as_dtype(buffer, f"uint{8 * itemsize}"), index, itemsize)
-        return as_dtype(elements, dtype)
-
-    if itemsize == 1 or any(size % itemsize for size in (start, stop, extents.extent_bytes)):
-        data = by_bytes(buffer, index)
-    else:  # GPUs gather elements faster than bytes; a CPU would copy the pool for that
-        data = lax.platform_dependent(buffer, index, cuda=by_elements, default=by_bytes)
+    data = _gather(gather, buffer, dtype, (start, stop, extents.extent_bytes))
     if not extents.rows_are_whole:
         cell = extents.cell_bytes // itemsize
         parts = (*block_ids.shape, extents.tiles, extents.heads, extents.rows, cell)
@@ -124,7 +114,7 @@ def read_cells(layer: BoundLayer, block_ids: Array, rows: Array, dtype: str) -> 
       block_ids, rows: int32[...], the blocks, and the rows in them.
     """
     check_whole(layer.buffer, layer.form.buffer_shape)
-    extents, itemsize = layer.form.extents, jnp.dtype(dtype).itemsize
+    extents = layer.form.extents
     width, head, head_offset = extents.heads * extents.cell_bytes, 0, 0
     if not extents.rows_are_whole:  # a part for each head
         block_ids, rows, width = block_ids[..., None], rows[..., None], extents.cell_bytes
@@ -139,20 +129,34 @@ def read_cells(layer: BoundLayer, block_ids: Array, rows: Array, dtype: str) -> 
     buffer = layer.buffer.reshape(-1, extents.extent_bytes)
 
     def gather(buffer: Array, unit: int) -> Array:
-        cells = pallas_kernels.read_cells(buffer, index, offsets // unit, width // unit)
-        return as_dtype(cells, dtype)
+        return pallas_kernels.read_cells(buffer, index, offsets // unit, width // unit)
 
     sizes = (extents.start_bytes, extents.row_bytes, extents.head_bytes, extents.extent_bytes)
-    if itemsize == 1 or any(size % itemsize for size in (width, *sizes)):
-        data = gather(buffer, 1)
-    else:  # as in `read_elements`
-        data = lax.platform_dependent(
-            buffer,
-            cuda=lambda buffer: gather(as_dtype(buffer, f"uint{8 * itemsize}"), itemsize),
-            default=lambda buffer: gather(buffer, 1),
-        )
+    data = _gather(gather, buffer, dtype, (width, *sizes))
     batch = index.shape if extents.rows_are_whole else index.shape[:-1]
     return data.reshape(*batch, -1)
+
+
+def _gather(
+    gather: Callable[[Array, int], Array], buffer: Array, dtype: str, sizes: Sequence[int]
+) -> Array:
+    """Gathers numbers of a dtype from bytes; elements where all sizes, in bytes, are multiples.
+
+    Args:
+      gather: takes the buffer, in bytes or in elements, and the bytes of one.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+
+    def by_bytes(buffer: Array) -> Array:
+        return as_dtype(gather(buffer, 1), dtype)
+
+    def by_elements(buffer: Array) -> Array:
+        return as_dtype(gather(as_dtype(buffer, f"uint{8 * itemsize}"), itemsize), dtype)
+
+    if itemsize == 1 or any(size % itemsize for size in sizes):
+        return by_bytes(buffer)
+    # GPUs gather elements faster than bytes; a CPU would copy the pool for that.
+    return lax.platform_dependent(buffer, cuda=by_elements, default=by_bytes)
 
 
 def as_dtype(array: Array, dtype: str) -> Array:
