@@ -60,7 +60,7 @@ def test_shapes_are_few_and_hold_what_the_engine_may_run(
     plan = manager.plan
     monkeypatch.setattr(_shape_buckets, "LEAST_SAVED_BYTES", 2048 * 64 * (8 + 8) * 2)
     shared = ShapeBuckets(plan, scheduler, *most, prefix_groups=40)
-    assert list(shared.shared) == [size for size in shared.decode if size > 64]
+    assert list(shared.shared) == [size for size in decodes[::-2] if size > 64][::-1]
     for size, shape in (*shared.decode.items(), *shared.shared.items()):
         assert (shape.batch_size, shape.max_tokens, shape.max_query_len) == (size, size, 1)
         is_shared = shape is shared.shared.get(size)

@@ -37,7 +37,7 @@ def plan_changes(
     rows = rows[index]
     changes = _growth_of_rows(state, index, rows, computed[index], totals[index])
     shared: list[SharedCell] = []
-    if state.pool.has_shared_blocks and np.count_nonzero(state.may_share[rows]):
+    if state.pool.may_copy_on_write and np.count_nonzero(state.may_share[rows]):
         shared = _shared_cells(state, rows, changes.allocated)
     needed, free = _blocks_needed(state, changes, shared), state.pool.num_free_blocks
     if needed > free:  # holders overwrite what is only cached

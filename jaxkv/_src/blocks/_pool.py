@@ -110,12 +110,12 @@ class BlockPool:
         return BlockUse(held - shared, shared, self._evictable.size, self._uncached.size)
 
     @property
-    def has_common_blocks(self) -> bool:
+    def has_shared_blocks(self) -> bool:
         """Whether any block has several holders."""
         return self._num_shared > 0
 
     @property
-    def has_shared_blocks(self) -> bool:
+    def may_copy_on_write(self) -> bool:
         """Whether a holder may have to copy a block before it writes there."""
         return self._num_shared > 0 or self.has_cached
 

@@ -352,7 +352,7 @@ class RequestState:
         self.version += 1
         self.beginnings = object()  # tokens of a group may be computed anew
         self.computed[rows] = num_tokens
-        if self.pool.has_shared_blocks:
+        if self.pool.may_copy_on_write:
             for row in rows[num_tokens < self.may_be_shared_until[rows]].tolist():
                 if self.pool.must_copy(self.blocks_of(row), int(self.computed[row])).any():
                     self.note_shared(row)

@@ -153,7 +153,7 @@ class StepPlanner:
     def _find_groups(self, rows: np.ndarray, computed: np.ndarray, most: int) -> list[PrefixGroup]:
         """Returns the requests that begin with the same blocks; looks for them after changes."""
         state = self._state
-        if not most or not self._shared or not state.pool.has_common_blocks:
+        if not most or not self._shared or not state.pool.has_shared_blocks:
             return []
         key = rows.tobytes(), state.beginnings, most
         if key != self._beginnings[0]:

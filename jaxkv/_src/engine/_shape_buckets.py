@@ -28,7 +28,8 @@ class ShapeBuckets:
 
     decode: by number of requests: 8, 32, then powers of two and their halves between them.
       None in a reproducible engine, whose steps have one shape.
-    shared: those of them with which groups of requests may save enough, with room for groups.
+    shared: every second of them, from the largest down, with room for groups of requests; those
+      with which groups may save enough.
     least_saved: tokens that these have to save.
     mixed: by number of tokens: few, because each takes seconds to compile, and large ones are
       filled by `fill`; a prompt alone has to fill a small one, so that these are closer.
@@ -70,8 +71,9 @@ class ShapeBuckets:
         sizes: Sequence[int] = () if reproducible else _of_decodes(max_requests)
         self.decode = {size: decode(size) for size in sizes}
         self.least_saved, longest = _least_saved(plan), plan.max_model_len
-        may_save = [size for size in sizes if (size - 1) * longest >= self.least_saved]
-        self.shared = {size: decode(size, prefix_groups) for size in may_save if prefix_groups}
+        coarse = sizes[::-2][::-1] if prefix_groups else ()
+        may_save = [size for size in coarse if (size - 1) * longest >= self.least_saved]
+        self.shared = {size: decode(size, prefix_groups) for size in may_save}
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         sizes = [max_tokens] if reproducible else _of_prompts(smallest, max_tokens)
         self.mixed = {size: shape(size, max_requests) for size in sizes}

@@ -261,7 +261,7 @@ class Chooser:
                 goes_on[at] &= not manager.is_loading(self._table.names[running.index[at]])
             has_work = goes_on if np.count_nonzero(goes_on) else has_work
         copies = np.zeros_like(unsynced)
-        if self._options.forks and manager.block_pool.has_shared_blocks:
+        if self._options.forks and manager.block_pool.may_copy_on_write:
             pending = manager.pending_copies_by_row[rows]  # in any case
             step.forks -= int(np.count_nonzero(pending))
             copies |= manager.may_copy_by_row[rows] & ~pending
