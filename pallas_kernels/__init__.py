@@ -14,7 +14,7 @@ other blocks alike, including block 0.
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
 - `paged_attention`: attention over keys and values in pages (`StridedPages`, `RequestPages`,
-  `AttentionRule`, `Interleaving`, `PackedRow`, `SharedPrefixes`).
+  `AttentionRule`, `Interleaving`, `PackedRow`, `SharedPrefixes`, `TokenHeadRow`).
 - `gated_delta_rule`, `selective_scan` and `causal_conv1d`: recurrent layers over states in pages
   (`StatePages`, `RequestStates`, `Convolution`).
 - `default_implementation`: the implementation that ``None`` stands for.
@@ -33,11 +33,12 @@ from pallas_kernels._in_place import read_cells as read_cells
 from pallas_kernels._in_place import read_extents as read_extents
 from pallas_kernels._paged_attention import AttentionRule as AttentionRule
 from pallas_kernels._paged_attention import Interleaving as Interleaving
+from pallas_kernels._paged_attention import LatentPacking as LatentPacking
 from pallas_kernels._paged_attention import PackedRow as PackedRow
 from pallas_kernels._paged_attention import RequestPages as RequestPages
-from pallas_kernels._paged_attention import RowPacking as RowPacking
 from pallas_kernels._paged_attention import SharedPrefixes as SharedPrefixes
 from pallas_kernels._paged_attention import StridedPages as StridedPages
+from pallas_kernels._paged_attention import TokenHeadRow as TokenHeadRow
 from pallas_kernels._paged_attention import paged_attention as paged_attention
 from pallas_kernels._recurrence import Convolution as Convolution
 from pallas_kernels._recurrence import RequestStates as RequestStates
@@ -53,13 +54,14 @@ __all__ = [
     "Convolution",
     "Implementation",
     "Interleaving",
+    "LatentPacking",
     "PackedRow",
     "RequestPages",
     "RequestStates",
-    "RowPacking",
     "SharedPrefixes",
     "StatePages",
     "StridedPages",
+    "TokenHeadRow",
     "causal_conv1d",
     "copy_blocks",
     "default_implementation",

@@ -27,6 +27,7 @@ from jaxkv._src.specs import (
 from jaxkv.testing import ReferenceTables
 from tests.helpers import as_ids
 from tests.reference_pool import ReferencePool
+from tests.reference_token_heads import BY_HEADS, pack_by_heads, unpack_by_heads
 
 BLOCKS, REQUESTS, EACH, LENGTH, ENCODER = 13, 3, 3, 12, 5
 TOKENS = REQUESTS * EACH
@@ -137,6 +138,13 @@ def every_dtype(num_blocks: int = BLOCKS) -> Plan:
     return planned(layers, num_blocks)
 
 
+@functools.cache
+def by_heads(num_blocks: int = BLOCKS) -> Plan:
+    """A layer of each dtype with a scale for each token and head, and windows of one of them."""
+    layers: dict[str, Any] = {name: attention(head_size_v=6, dtype=name) for name in BY_HEADS}
+    return planned(layers | {"window": window(dtype=BY_HEADS[0], num_kv_heads=3)}, num_blocks)
+
+
 # --- caches ---------------------------------------------------------------------------
 
 
@@ -188,6 +196,8 @@ CASES = [
     Case(cross, "BHLNC"),
     Case(packed, "BLHNC"),
     Case(every_dtype),
+    Case(by_heads),
+    Case(by_heads, "BLHNC", None, (2, 2, 2, 2)),
 ]
 
 empty = functools.cache(Case.cache)
@@ -370,6 +380,10 @@ def reference_write(
             row = arguments["rows"].reshape(TOKENS, -1)[index]
             if not arguments["mask"].reshape(TOKENS)[index]:
                 continue
+        elif spec.has_scales:
+            parts = [arguments[name] for name in ("keys", "values")]
+            parts = [array.reshape(-1, *array.shape[-2:])[index] for array in parts]
+            row = pack_by_heads(spec.dtype, *parts)
         else:
             pairs = zip(
                 (arguments["keys"], arguments["values"]), scales_of(plan)[layer], strict=True
@@ -431,6 +445,9 @@ def reference_read(
             for part, shape, dtype in zip(parts, spec.shapes, spec.dtypes, strict=True)
         )
     pages = np.stack([[pool.page(layer, int(i)) for i in ids] for ids in table])
+    if isinstance(spec, FullAttentionSpec) and spec.has_scales:
+        widths = spec.num_kv_heads, spec.head_size, spec.value_size
+        return unpack_by_heads(spec.dtype, pages.reshape(REQUESTS, -1, spec.token_bytes), *widths)
     rows = pages.view(dtype_of(spec.dtype))
     if isinstance(spec, MLASpec):
         return (rows.reshape(REQUESTS, -1, spec.head_size),)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Interleaving, StridedPages, _capability
+from pallas_kernels import Interleaving, StridedPages, TokenHeadRow, _capability
 from tests.helpers import HAS_LATE_BARRIERS, as_ids, kernels_run
 from tests.kernels import calls
+from tests.reference_token_heads import BY_HEADS, HIGHEST, unpack_by_heads
 
 INTERLEAVE, RANK = 4, 1  # of positions
 PACKED, SCALED = "fp8_ds_mla", 128  # rows of bytes, and how many of their values share a scale
@@ -28,7 +29,7 @@ class Case(NamedTuple):
     batch: int = 3
     width: int = 8
     tokens: int = 0  # of the queries of all requests; 0: one each
-    pages: str = "bfloat16"  # or `PACKED`
+    pages: str = "bfloat16"  # or `PACKED`, or one of `BY_HEADS`
     queries: str = "bfloat16"
     window: int | None = None
     chunk: int | None = None
@@ -54,7 +55,19 @@ class Case(NamedTuple):
     def row(self) -> int:
         if self.pages == PACKED:
             return self.value + 4 * (self.value // SCALED) + 2 * (self.key - self.value)
+        if self.by_heads is not None:
+            return self.by_heads.row_bytes
         return self.key + (0 if self.latent else self.value)
+
+    @property
+    def by_heads(self) -> TokenHeadRow | None:
+        if self.pages not in BY_HEADS:
+            return None
+        return TokenHeadRow(self.pages, self.kv_heads, self.key, self.value)
+
+    @property
+    def packing(self) -> Any:
+        return PACKED if self.pages == PACKED else self.by_heads
 
     @property
     def capacity(self) -> int:
@@ -94,8 +107,10 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
     ids = rng.permutation(blocks)[: case.batch * case.width].reshape(case.batch, case.width)
     if case.holes:  # kernels read page 0 in place of them: it holds poison
         ids[ids == 0] = np.setdiff1d(np.arange(1, blocks), ids)[0]
-    shape = (blocks, case.page_tokens, case.kv_heads, case.row)
-    if case.pages == PACKED:
+    shape = (blocks, case.page_tokens, 1 if case.by_heads else case.kv_heads, case.row)
+    if case.by_heads is not None:
+        numbers, poison = pack_heads(case, rng, shape[:-2]), 0xFF  # NaN in all scales
+    elif case.pages == PACKED:
         numbers, poison = pack(case, rng, shape[:-1]), 0xFF  # NaN in all parts of a row
     else:
         numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
@@ -166,6 +181,24 @@ def pack(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.nda
     return np.concatenate(parts, axis=-1)
 
 
+def pack_heads(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns rows of any elements of all heads, and scales far from each other and from 1."""
+    row = case.by_heads
+    assert row is not None
+    elements = rng.integers(0, 256, (*shape, 1, row.first_scale), np.uint8)
+    if case.pages == "int8_per_token_head":
+        elements[elements == 128] = 0  # -128 is never stored
+    elif case.pages == "fp8_per_token_head":
+        elements[(elements & 127) == 127] = 0  # nor is NaN
+    else:
+        elements |= np.where(elements & 15, 0, 1).astype(np.uint8)  # nor is -8
+        elements |= np.where(elements >> 4, 0, 16).astype(np.uint8)
+    scales = 2.0 ** rng.uniform(-4, 2, (*shape, 1, case.kv_heads, 2)) / HIGHEST[case.pages]
+    scales = scales.astype(np.float32).view(np.uint8).reshape(*elements.shape[:-1], -1)
+    spare = np.full((*shape, 1, row.row_bytes - elements.shape[-1] - scales.shape[-1]), 0xFF)
+    return np.concatenate([elements, scales, spare.astype(np.uint8)], axis=-1)
+
+
 def unpack(case: Case, rows: np.ndarray) -> np.ndarray:
     """Returns the elements of rows of bytes, rounded to the dtype of queries."""
     ends = np.cumsum([case.value, 4 * (case.value // SCALED)])
@@ -209,8 +242,9 @@ def define(case: Case, given: Arguments) -> Expected:
     loc, starts = given.query_start_loc, given.first_positions
     key_scale = np.broadcast_to(np.asarray(given.key_scale, float), case.kv_heads)
     value_scale = np.broadcast_to(np.asarray(given.value_scale, float), case.kv_heads)
-    rounding = 2.0**-8 if "bfloat16" in (case.queries, case.pages) else 2.0**-11
-    if case.queries == case.pages == "float32":
+    is_bf16 = "bfloat16" in (case.queries, case.pages) or case.by_heads is not None
+    rounding = 2.0**-8 if is_bf16 else 2.0**-11
+    if case.queries == "float32" and case.pages in ("float32", *BY_HEADS):
         rounding = 2.0**-22
     for request, length in enumerate(given.seq_lens.tolist()):
         begin, end = (request, request + 1) if loc is None else loc[request : request + 2].tolist()
@@ -225,6 +259,10 @@ def define(case: Case, given: Arguments) -> Expected:
             ids = given.block_tables[request, seen // case.page_tokens]
             held = (ids >= 0) & (ids < len(given.pages))
             rows = given.pages[ids[held], seen[held] % case.page_tokens]
+            if case.by_heads is not None:
+                widths = case.kv_heads, case.key, case.value
+                parts = unpack_by_heads(case.pages, rows[:, 0], *widths)
+                rows = np.concatenate(parts, axis=-1)
             rows = (unpack(case, rows) if case.pages == PACKED else rows).astype(float)
             for head in range(case.heads):
                 kv_head = head // group
@@ -306,7 +344,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
         key_scale=key_scale,
         value_scale=value_scale,
         value_width=case.value if case.latent else None,
-        row_packing=PACKED if case.pages == PACKED else None,
+        row_packing=case.packing,
         causal=case.causal,
         first_positions=first_positions,
         interleaving=Interleaving(RANK, case.ranks, INTERLEAVE) if case.ranks > 1 else None,

@@ -24,6 +24,7 @@ from jaxkv._src.specs import LayerSpec
 from jaxkv.testing import assert_no_recompilation, assert_same_bytes
 from tests import pool_cases as cases
 from tests.helpers import needs_devices
+from tests.reference_token_heads import BY_HEADS, pack_by_heads, unpack_by_heads
 
 REQUESTS, LENGTH, TOKENS, EACH, ENCODER = 3, 24, 16, 7, 5
 WINDOW, CHUNK, KV_HEADS, SIZE, VALUE_SIZE, LATENT = 6, 7, 2, 4, 3, 14
@@ -54,6 +55,11 @@ class Setting(NamedTuple):
     ranks: int = 1  # of context parallelism
 
     @property
+    def by_heads(self) -> bool:
+        """Whether each token and head has a scale, so that what is stored is rounded."""
+        return self.dtype in BY_HEADS
+
+    @property
     def has_tiles(self) -> bool:
         """Whether blocks with heads are cut in another way than latent ones on the same bytes."""
         return self.kernel_block_size is not None and self.order == "HND"
@@ -78,6 +84,11 @@ SETTINGS = [
     ),
     Setting("fp8_e5m2", "float16", "HND", layers=("window", "cross", "window_latent")),
     Setting("int8", "float32", "BLNHC", kernel_block_size=1, layers=("full", "chunked", "latent")),
+    Setting(
+        *("int8_per_token_head", "float32", "BLNHC", 2),
+        layers=("full", "shared", "window", "chunked"),
+    ),
+    Setting("fp8_per_token_head", "bfloat16", rectangular=True, layers=("full", "cross")),
     pytest.param(
         Setting("bf16", "float32", rectangular=True, layers=("full", "shared"), ranks=2),
         marks=needs_devices(2),
@@ -91,7 +102,8 @@ def plan_of(setting: Setting) -> jaxkv.Plan:
     dtype = setting.dtype
     kv: dict[str, Any] = {"block_size": 4, "num_kv_heads": KV_HEADS, "dtype": dtype}
     kv |= {"head_size": SIZE, "head_size_v": VALUE_SIZE}
-    latent: dict[str, Any] = {"block_size": 4, "head_size": LATENT, "dtype": dtype}
+    of_latents = "bf16" if setting.by_heads else dtype
+    latent: dict[str, Any] = {"block_size": 4, "head_size": LATENT, "dtype": of_latents}
     layers: dict[str, Any] = {
         "full": jaxkv.FullAttentionSpec(**kv),
         "shared": jaxkv.SharedKVSpec("full"),
@@ -102,7 +114,10 @@ def plan_of(setting: Setting) -> jaxkv.Plan:
         "window_latent": jaxkv.SlidingWindowMLASpec(sliding_window=WINDOW, **latent),
     }
     return jaxkv.plan_cache(
-        {name: layers[name] for name in (NAMES if setting.ranks == 1 else setting.layers)},
+        {
+            name: layers[name]
+            for name in (NAMES if setting.ranks == 1 and not setting.by_heads else setting.layers)
+        },
         2**40,
         max_model_len=LENGTH,
         num_blocks_override=100,
@@ -236,7 +251,7 @@ class Engine:
         keys, values = (self._draw((encoder_tokens, heads, width)) for width in widths)
         if request in self.sick:
             keys, values = np.full_like(keys, np.nan), np.full_like(values, np.nan)
-        self.stored[request]["cross"] = keys, values
+        self.stored[request]["cross"] = self._held(keys, values)
 
     def step(self, work: dict[Any, int]) -> dict[str, np.ndarray]:
         """Runs a step, and fails where an output is not that of the definition."""
@@ -300,13 +315,20 @@ class Engine:
                 new[1] = new[0][..., : new[1].shape[-1]]
             for array, rows in zip(flat[1:], new, strict=True):
                 array[own] = rows
-            pairs = zip(self.stored[request][layer], new, strict=True)
+            pairs = zip(self.stored[request][layer], self._held(*new), strict=True)
             keys, values = (np.concatenate(pair) for pair in pairs)
             self.stored[request][layer] = keys, values
         queries, keys, values = (a.astype(self.setting.queries) for a in (queries, *arrays))
         if layer == "shared":
             return queries, None, None
         return queries, *((keys[..., 0, :], None) if "latent" in layer else (keys, values))
+
+    def _held(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns keys and values as they are read back."""
+        if not self.setting.by_heads:
+            return keys, values
+        dtype, sizes = self.setting.dtype, (keys.shape[1], keys.shape[2], values.shape[2])
+        return unpack_by_heads(dtype, pack_by_heads(dtype, keys, values), *sizes)
 
     def _expected(self, layer: str, request: Any, position: int, query: np.ndarray) -> np.ndarray:
         keys, values = self.stored[request]["full" if layer == "shared" else layer]

@@ -48,6 +48,10 @@ sliding_mla = functools.partial(
         (full(dtype="fp8_e5m2", page_bytes_padded=1000), 1000),
         (full(dtype="int8", scale_bytes=4), 16 * 2 * (8 + 4 + 8 + 4)),
         (full(dtype="nvfp4", head_size=128), 16 * 2 * 2 * (64 + 8)),
+        (full(dtype="int8_per_token_head", num_kv_heads=8, head_size=128), 16 * 8 * 264),
+        (full(dtype="int4_per_token_head", num_kv_heads=8, head_size=128), 16 * 8 * 136),
+        # 2 * (8 + 4 + 4) + 16 bytes of scales are 48, rounded up to 64
+        (sliding(dtype="fp8_per_token_head", head_size_v=4), 16 * 64),
         (full(page_alignment_bytes=1000), 2000),
         (sliding(dtype="fp8"), 16 * 2 * (8 + 8) * 1),
         (chunked(dtype="int8", num_kv_heads=1), 16 * 1 * (8 + 8) * 1),
@@ -436,6 +440,10 @@ BAD_SPECS: list[tuple[str, Callable[[], object]]] = [
     ),
     ("page_alignment_bytes", lambda: full(page_alignment_bytes=0)),
     ("head_size", lambda: full(dtype="nvfp4", head_size=24).page_bytes),
+    ("head_size", lambda: full(dtype="int4_per_token_head", head_size=7)),
+    ("scale_bytes", lambda: full(dtype="int8_per_token_head", scale_bytes=4)),
+    ("dtype", lambda: mla(dtype="int8_per_token_head")),
+    ("dtype", lambda: state(dtypes=("bf16", "int4_per_token_head"))),
     ("dtype", lambda: full(dtype="float64")),
     ("dtype", lambda: full(dtype=np.float64)),
     *(

@@ -16,13 +16,14 @@ from pallas_kernels._arguments import (
     check_type,
     shown,
 )
-from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
+from pallas_kernels._paged_attention.packed import GROUP, LatentPacking, PackedRow
 from pallas_kernels._paged_attention.pages import StridedPages, check_pages
 from pallas_kernels._paged_attention.requests import Interleaving, RequestPages, SharedPrefixes
 from pallas_kernels._paged_attention.rule import AttentionRule, Config
 from pallas_kernels._paged_attention.shared import is_worth_sharing
 from pallas_kernels._paged_attention.tasks import STEP, split_steps
 from pallas_kernels._paged_attention.tiles import AttentionArrays
+from pallas_kernels._paged_attention.token_heads import TokenHeadPacking, TokenHeadRow
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 PAGE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -52,7 +53,8 @@ def check_arguments(
     queries, pages = as_array("queries", queries), check_pages(pages)
     as_dtype("queries", queries.dtype, QUERY_DTYPES)
     _check_row_packing(rule.row_packing, pages)
-    _check_widths(queries, pages, _as_count("value_width", rule.value_width), rule.row_packing)
+    value_width = _as_count("value_width", rule.value_width)
+    _check_widths(queries, pages, value_width, rule.row_packing)
     config = _configure(queries, pages, requests, rule)
     _check_rule(config)
     heads, kv_heads = queries.shape[1], config.kv_heads
@@ -74,7 +76,11 @@ def _configure(
     """Returns a rule with its defaults filled in, and the shapes of a call."""
     (num_tokens, heads, key_width), interleaving = queries.shape, requests.interleaving
     scale, soft_cap = rule.scale, rule.soft_cap
-    width = _as_count("value_width", rule.value_width)
+    width, packed = _as_count("value_width", rule.value_width), rule.row_packing
+    by_heads = packed if isinstance(packed, TokenHeadRow) else None
+    kv_heads = pages.kv_heads if by_heads is None else by_heads.kv_heads
+    if width is None:
+        width = pages.width - key_width if by_heads is None else by_heads.value_width
     out_dtype = queries.dtype if rule.out_dtype is None else rule.out_dtype
     return Config(
         scale=key_width**-0.5 if scale is None else _positive("scale", scale),
@@ -82,15 +88,15 @@ def _configure(
         sliding_window=_as_count("sliding_window", rule.sliding_window),
         chunk_size=_as_count("chunk_size", rule.chunk_size),
         causal=rule.causal,
-        value_width=pages.width - key_width if width is None else width,
+        value_width=width,
         row_packing=rule.row_packing,
         reproducible=rule.reproducible,
         out_dtype=as_dtype("out_dtype", out_dtype, QUERY_DTYPES),
-        kv_heads=pages.kv_heads,
-        group=heads // pages.kv_heads,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
         key_width=key_width,
         page_tokens=pages.tokens,
-        values_in_keys=rule.row_packing is not None or pages.width == key_width,
+        values_in_keys=by_heads is None and (packed is not None or pages.width == key_width),
         ranks=1 if interleaving is None else interleaving.ranks,
         interleave_tokens=1 if interleaving is None else interleaving.interleave_tokens,
         max_queries=_as_count("max_query_len", requests.max_query_len) or max(1, num_tokens),
@@ -183,8 +189,11 @@ def _check_interleaving(given: Interleaving) -> None:
         raise ValueError(f"interleaving.rank={given.rank} must be in 0..{given.ranks - 1}")
 
 
-def _check_row_packing(row_packing: RowPacking | None, pages: StridedPages) -> None:
-    check_choice(get_args(RowPacking), row_packing=row_packing)
+def _check_row_packing(
+    row_packing: LatentPacking | TokenHeadRow | None, pages: StridedPages
+) -> None:
+    if not isinstance(row_packing, TokenHeadRow):
+        check_choice(get_args(LatentPacking), row_packing=row_packing)
     if row_packing is not None and jnp.dtype(pages.dtype) != jnp.uint8:
         raise TypeError(f"pages must be uint8 with row_packing={row_packing!r}, got {pages.dtype}")
     if row_packing is None:
@@ -195,17 +204,22 @@ def _check_widths(
     queries: Array,
     pages: StridedPages,
     value_width: int | None,
-    row_packing: RowPacking | None,
+    row_packing: LatentPacking | TokenHeadRow | None,
 ) -> None:
     if queries.ndim != 3:
         raise ValueError(f"queries must be [T, heads, K], got shape {queries.shape}")
     (_, heads, key_size), kv_heads, row = queries.shape, pages.kv_heads, pages.width
+    if isinstance(row_packing, TokenHeadRow):
+        _check_token_heads(key_size, pages, value_width, row_packing)
+        kv_heads = row_packing.kv_heads
     if not kv_heads or not heads or heads % kv_heads:
         raise ValueError(
             f"queries has {heads} heads; wants a multiple of the {kv_heads} KV heads of pages"
         )
     if not pages.tokens:
         raise ValueError("pages has blocks of 0 tokens; wants at least 1")
+    if isinstance(row_packing, TokenHeadRow):
+        return
     if row_packing is not None:
         _check_packed_widths(key_size, row, value_width, row_packing)
         return
@@ -223,8 +237,26 @@ def _check_widths(
         )
 
 
+def _check_token_heads(
+    key_size: int, pages: StridedPages, value_width: int | None, row: TokenHeadRow
+) -> None:
+    check_choice(get_args(TokenHeadPacking), **{"row_packing.packing": row.packing})
+    for name, number in row._asdict().items():
+        if name != "packing" and _as_count(f"row_packing.{name}", number) is None:
+            raise ValueError(f"row_packing.{name}=None must be an int of at least 1")
+    if row.is_4_bit and (row.key_width % 2 or row.value_width % 2):
+        raise ValueError(f"row_packing={row} has odd widths, of which 4 bits do not fill bytes")
+    given = pages.kv_heads, pages.width, key_size, value_width or row.value_width
+    if given != (1, row.row_bytes, row.key_width, row.value_width):
+        raise ValueError(
+            f"queries are {key_size} wide, value_width={value_width} and rows of pages "
+            f"{pages.kv_heads} x {pages.width} bytes; with row_packing={row} rows must be "
+            f"1 x {row.row_bytes} bytes"
+        )
+
+
 def _check_packed_widths(
-    key_size: int, row: int, value_width: int | None, row_packing: RowPacking
+    key_size: int, row: int, value_width: int | None, row_packing: LatentPacking
 ) -> None:
     if value_width is None or value_width % GROUP or not 0 < value_width < key_size:
         raise ValueError(

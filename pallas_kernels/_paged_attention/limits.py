@@ -22,6 +22,8 @@ def why_not_paged_attention(arrays: AttentionArrays, config: Config) -> str | No
         return f"queries are {queries}, and the kernels take bfloat16 and float16"
     if pages.itemsize != 1 and pages != queries:
         return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
+    if config.token_head_row is not None:
+        return "pages have a scale for each token and head, which no kernel reads yet"
     if config.row_packing is not None and queries != jnp.bfloat16:
         return f"queries are {queries}, and the kernel of packed vectors takes bfloat16"
     return (

@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from pallas_kernels._bitcast import as_elements
 
-RowPacking = Literal["fp8_ds_mla"]
+LatentPacking = Literal["fp8_ds_mla"]
 GROUP = 128  # values that share a scale
 HIGHEST, LEAST = 448.0, 2.0**-126  # the largest float8_e4m3fn; the least scale
 

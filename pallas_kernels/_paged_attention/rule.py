@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels._paged_attention.packed import PackedRow, RowPacking
+from pallas_kernels._paged_attention.packed import LatentPacking, PackedRow
+from pallas_kernels._paged_attention.token_heads import TokenHeadRow
 
 
 @jax.tree_util.register_static
@@ -22,11 +23,11 @@ class AttentionRule:
     causal: False: queries see all keys of their request, at any position.
     value_width: elements of a value, V; None: all elements of a row that follow its key. If rows
       are only keys, [blocks, tokens, kv_heads, K], the value is the first V elements of its key.
-    row_packing: ``"fp8_ds_mla"`` for latent vectors packed into bytes, as vLLM stores them for
-      DeepSeek-V3.2; see `PackedRow`. Pages are uint8[blocks, tokens, 1, V + V / 32 + 2 (K - V)]: V
-      values in float8_e4m3fn, a float32 scale for each 128 of them, and the rest of the key in
-      bfloat16. Values times their scales are rounded to the dtype of queries. Pass ``value_width``
-      with it. None: a row has elements of the dtype of ``pages``.
+    row_packing: the form of rows of bytes, in pages uint8[blocks, tokens, 1, bytes]. None: a row
+      has elements of the dtype of ``pages``. A `TokenHeadRow` for keys and values with a scale for
+      each token and head. ``"fp8_ds_mla"`` for latent vectors as vLLM stores them for
+      DeepSeek-V3.2, V + V / 32 + 2 (K - V) bytes; see `PackedRow`. Pass ``value_width``, V, with
+      it; values times their scales are rounded to the dtype of queries.
     reproducible: True: the bits of a token's output depend on its own position, query and keys
       alone, not on other requests, on rows, page ids or the lengths of arrays, nor on whether its
       request has one query in this call or many. Splits are then fixed ranges of positions, and
@@ -43,7 +44,7 @@ class AttentionRule:
     chunk_size: int | None = None
     causal: bool = True
     value_width: int | None = None
-    row_packing: RowPacking | None = None
+    row_packing: LatentPacking | TokenHeadRow | None = None
     reproducible: bool = False
     out_dtype: DTypeLike | None = None
 
@@ -88,9 +89,16 @@ class Config(AttentionRule):
         return 0 if self.values_in_keys else self.key_width
 
     @property
-    def packed_row(self) -> PackedRow:
-        """Returns the parts of a packed row."""
+    def latent_row(self) -> PackedRow | None:
+        """Returns the parts of a packed latent vector; None: rows are something else."""
+        if self.row_packing is None or isinstance(self.row_packing, TokenHeadRow):
+            return None
         return PackedRow(self.value_width, self.key_width - self.value_width)
+
+    @property
+    def token_head_row(self) -> TokenHeadRow | None:
+        """Returns the parts of a row with scales of each head; None: rows are something else."""
+        return self.row_packing if isinstance(self.row_packing, TokenHeadRow) else None
 
     @property
     def value_parts(self) -> list[tuple[int, int]]:

@@ -83,18 +83,25 @@ def _gather_requests(array: Array, parts: SharedTiles, nothing: float) -> Array:
 def _attend(arrays: AttentionArrays, config: Config, tiles: QueryTiles, queries: Array) -> Running:
     """Returns the softmax of queries, [N, kv_heads, group, Q, K]."""
     compute = _compute_dtype(arrays)
+    # In float16, weights times the scales of their values could be 0 or infinite.
+    is_scaled, is_half = config.token_head_row is not None, compute == jnp.float16
+    of_values = jnp.bfloat16 if is_scaled and is_half else compute
 
     def one_round(i: Array, running: Running) -> Running:
         rows, seen = _gather(arrays, tiles, config, i)
-        if config.row_packing is not None:
-            rows = config.packed_row.unpack(rows)
-        rows = rows.astype(compute)
-        keys = rows[..., : config.key_width]
+        key_scale, value_scale = arrays.key_scale[None, :, None, None, None], None
+        if config.latent_row is not None:
+            rows = config.latent_row.unpack(rows)
+        elif config.token_head_row is not None:
+            rows, scales = config.token_head_row.split(rows[:, :, 0])
+            scales = jnp.moveaxis(scales, 1, 2)[:, :, None, None]  # [N, kv_heads, 1, 1, S, 2]
+            key_scale, value_scale = key_scale * scales[..., 0], scales[..., 1]
+        keys = rows[..., : config.key_width].astype(compute)
         values = rows[..., config.first_value : config.first_value + config.value_width]
         # Unseen bytes may be NaN, and 0 * NaN is NaN, so values are masked, too.
-        values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0)
-        scores = _scores(queries.astype(compute), keys, config, arrays.key_scale)
-        return _accumulate(running, scores, values, seen)
+        values = jnp.where(seen.any(axis=1)[:, :, None, None], values.astype(of_values), 0)
+        scores = _scores(queries.astype(compute), keys, config, key_scale)
+        return _accumulate(running, scores, values, seen, value_scale)
 
     span = _blocks_at_once(arrays, tiles, config) * config.page_tokens
     tokens = tiles.ends - tiles.begins // config.page_tokens * config.page_tokens
@@ -169,7 +176,11 @@ def _compute_dtype(arrays: AttentionArrays) -> jnp.dtype:
 
 
 def _scores(queries: Array, keys: Array, config: Config, key_scale: Array) -> Array:
-    """Returns float32[N, kv_heads, group, Q, S]."""
+    """Returns float32[N, kv_heads, group, Q, S].
+
+    Args:
+      key_scale: [N or 1, kv_heads, 1, 1, S or 1].
+    """
     scores = jnp.einsum(
         "nhgqk,nshk->nhgqs",
         queries,
@@ -177,19 +188,29 @@ def _scores(queries: Array, keys: Array, config: Config, key_scale: Array) -> Ar
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
     )
-    scores = scores * (key_scale * config.scale)[None, :, None, None, None]
+    scores = scores * (key_scale * config.scale)
     if config.soft_cap is not None:
         scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
     return scores
 
 
-def _accumulate(running: Running, scores: Array, values: Array, seen: Array) -> Running:
-    """Adds a round to the running softmax."""
+def _accumulate(
+    running: Running, scores: Array, values: Array, seen: Array, value_scale: Array | None
+) -> Running:
+    """Adds a round to the running softmax.
+
+    Args:
+      value_scale: [N, kv_heads, 1, 1, S], the factor of each value; None: 1.
+    """
     highest, total, out = running
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    seen = seen[:, None, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
     new_highest = jnp.maximum(highest, scores.max(axis=-1))
     weights = jnp.exp(scores - _finite(new_highest)[..., None])
     shrink = jnp.exp(highest - _finite(new_highest))
+    total = total * shrink + weights.sum(axis=-1)
+    if value_scale is not None:
+        weights = jnp.where(seen, weights * value_scale, 0)
     added = jnp.einsum(
         "nhgqs,nshv->nhgqv",
         weights.astype(values.dtype),
@@ -197,7 +218,6 @@ def _accumulate(running: Running, scores: Array, values: Array, seen: Array) -> 
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST if values.dtype == jnp.float32 else None,
     )
-    total = total * shrink + weights.sum(axis=-1)
     return new_highest, total, out * shrink[..., None] + added
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from pallas_kernels import (
     AttentionRule,
+    LatentPacking,
     PackedRow,
     RequestPages,
-    RowPacking,
     default_implementation,
     paged_attention,
 )
@@ -26,7 +26,7 @@ from tests.benchmarks.attention_peers import Tensors, as_tensors, fa3_call, trit
 from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
 
-PACKED: RowPacking = "fp8_ds_mla"
+PACKED: LatentPacking = "fp8_ds_mla"
 
 
 class AttentionSpec(NamedTuple):

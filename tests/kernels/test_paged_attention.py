@@ -26,6 +26,7 @@ from pallas_kernels import (
     RequestPages,
     SharedPrefixes,
     StridedPages,
+    TokenHeadRow,
     _capability,
     paged_attention,
 )
@@ -44,7 +45,9 @@ from tests.reference_attention import (
     strided,
     unpack,
 )
+from tests.reference_token_heads import BY_HEADS
 
+INT8, FP8_HEADS, INT4 = BY_HEADS
 LATENTS = Case(heads=8, kv_heads=1, key=192, value=128, latent=True)
 PLACES = ("NHD in an array", "HND in an array", "NHD", "HND", "heads apart")
 
@@ -156,6 +159,16 @@ XLA_CASES = {
         holes=True,
         reproducible=True,
     ),
+    "int8 per token and head": Case(
+        *(6, 3), tokens=40, key=12, value=20, pages=INT8, sinks=True, holes=True, scaled=True
+    ),
+    "fp8 per token and head": Case(
+        *(2, 1), tokens=20, pages=FP8_HEADS, queries="float16", window=21, firsts=True, place="NHD"
+    ),
+    "int4 per token and head": Case(
+        *(8, 4), key=40, tokens=20, pages=INT4, queries="float32", cap=9.0, place="heads apart"
+    ),
+    "int4, reproducible": Case(tokens=20, chunk=40, pages=INT4, firsts=True, reproducible=True),
     "packed, f32": Case(
         *(2, 1, 136, 128), latent=True, pages=PACKED, queries="float32", place="HND", scaled=True
     ),
@@ -848,6 +861,11 @@ PACKED_WIDTHS = "with row_packing='fp8_ds_mla'; pass a multiple of 128"
         (576, 528, 64, PACKED, f"value_width=64 {PACKED_WIDTHS}"),
         (640, 660, 640, PACKED, "value_width=640 .* less than the width of queries, 640"),
         (576, 576, 512, PACKED, "a row of pages is 576 bytes; .* value_width=512 it must be 656"),
+        (8, 32, None, TokenHeadRow(INT8, 0, 8, 8), r"row_packing\.kv_heads=0 must be an int of at"),
+        (8, 32, None, TokenHeadRow("int2", 1, 8, 8), r"row_packing\.packing='int2'; use one of"),
+        (7, 32, None, TokenHeadRow(INT4, 1, 7, 8), "has odd widths, of which 4 bits do not fill"),
+        (8, 64, None, TokenHeadRow(INT8, 1, 8, 8), r"of pages 2 x 64 bytes; .* must be 1 x 32"),
+        (8, 32, 4, TokenHeadRow(INT8, 1, 8, 8), "queries are 8 wide, value_width=4 and rows"),
     ],
 )
 def test_rows_of_other_widths_are_refused(key, row, value, packing, message) -> None:

@@ -25,10 +25,11 @@ from jaxkv._src.pool import (
     quantize,
     store_rows,
     store_tokens,
+    token_head_row,
     token_spec,
 )
 from jaxkv._src.specs import FullAttentionSpec, MLASpec, RingSpec
-from pallas_kernels import AttentionRule, Implementation, RowPacking
+from pallas_kernels import AttentionRule, Implementation, LatentPacking
 
 
 def attend(
@@ -43,7 +44,7 @@ def attend(
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
     selected: Int32[Array, "*tokens chosen"] | None = None,
-    row_packing: RowPacking | None = None,
+    row_packing: LatentPacking | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Float[Array, "*tokens heads value_size"]]:
@@ -113,7 +114,7 @@ def attend(
 
     Raises:
       TypeError: the layer stores no tokens, or tokens that only your own kernel can read
-        (packed scales, ``bytes_per_token`` without ``row_packing``, ``compress_ratio``,
+        (nvfp4, ``scale_bytes``, ``bytes_per_token`` without ``row_packing``, ``compress_ratio``,
         ``sink_tokens``); queries that are not floats of 16 bits or more.
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support; the message says why.
       ValueError: shapes that do not fit the layer and the batch; ``row_packing`` of a layer whose
@@ -236,7 +237,7 @@ def _rule(
     queries: Array,
     scale: float | None,
     soft_cap: float | None,
-    row_packing: RowPacking | None,
+    row_packing: LatentPacking | None,
 ) -> AttentionRule:
     """Checks that attention can read the tokens of a layer, and returns its rule."""
     spec, layout, growth = token_spec(layer, bound.form.spec), bound.layout, bound.requests.growth
@@ -269,7 +270,7 @@ def _rule(
             f"queries has dtype {queries.dtype}, which attend cannot compute in; cast it to "
             "bfloat16, float16 or float32"
         )
-    shape = bound.batch.token_shape
+    shape, by_heads = bound.batch.token_shape, token_head_row(spec)
     ranks = bound.ranks_of_heads
     heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
     wanted = (*shape, heads, spec.head_size)
@@ -286,15 +287,17 @@ def _rule(
         chunk_size=None if growth.chunk == INT32_MAX else growth.chunk,
         causal=growth.stores == "tokens",
         value_width=value_size,
-        row_packing=row_packing,
+        row_packing=by_heads or row_packing,
         reproducible=bound.batch.shape.reproducible,
         out_dtype="float32" if layout.context_parallel > 1 else None,
     )
 
 
-def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: RowPacking) -> None:
+def _check_packing(
+    layer: str, spec: FullAttentionSpec | MLASpec, row_packing: LatentPacking
+) -> None:
     """Raises ValueError unless the vectors of a layer have the size of packed ones."""
-    check_choice(get_args(RowPacking), row_packing=row_packing)
+    check_choice(get_args(LatentPacking), row_packing=row_packing)
     if not isinstance(spec, MLASpec):
         raise ValueError(
             f"row_packing={row_packing!r}, but layer={layer!r} stores no latent vectors"

@@ -35,7 +35,7 @@ def attend_to_layer(
         flat = flat.at[_flat_indices(batch)].get(mode="fill", fill_value=0)
     key_scale, value_scale = bound.key_value_scales
     if rule.row_packing is not None:
-        key_scale = 1.0
+        key_scale = value_scale = 1.0
     rank, is_interleaved = layout.context_rank(), layout.context_parallel > 1
     if sinks is not None and is_interleaved:  # only one rank counts the sinks
         sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)

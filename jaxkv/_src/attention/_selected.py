@@ -10,9 +10,9 @@ from jaxtyping import Float, Float32, Int32
 from jaxkv._src.attention._kernel import combine_ranks
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import rows_per_block
-from jaxkv._src.pool import BoundLayer, read_cells
+from jaxkv._src.pool import BoundLayer, read_cells, token_head_row
 from jaxkv._src.specs import MLASpec
-from pallas_kernels import AttentionRule, PackedRow
+from pallas_kernels import AttentionRule, PackedRow, TokenHeadRow
 
 PART_BYTES = 2**26  # of gathered rows at once, in float32
 FEW_QUERIES = 8  # at once for reproducible bits
@@ -58,18 +58,20 @@ def _attend(
     bound: BoundLayer, queries: Array, sinks: Array | None, slots: Array, rule: AttentionRule
 ) -> tuple[Array, Array]:
     """Returns float32[Q, heads, V], the output, and float32[Q, heads], the log-sum-exp."""
-    row, seen = bound.form.row, (slots >= 0)[:, None, None]
+    spec, seen = bound.form.spec, (slots >= 0)[:, None, None]
+    by_heads = token_head_row(spec)
+    kv_heads = bound.form.row.heads if by_heads is None else by_heads.kv_heads
     # Rows without a slot read as zeros, so that a weight of 0 never meets a NaN.
-    rows = _read(bound, slots, packed_row(bound.form.spec) if rule.row_packing else None)
+    rows = _read(bound, slots, by_heads or (packed_row(spec) if rule.row_packing else None))
     compute = queries.dtype if rule.row_packing else _compute_dtype(rows, queries)
-    rows = rows.reshape(*slots.shape, row.heads, -1).astype(compute)
+    rows = rows.reshape(*slots.shape, kv_heads, -1).astype(compute)
     width = queries.shape[-1]
-    first = 0 if row.key_elements is None else width
+    first = 0 if isinstance(spec, MLASpec) else width
     values = rows[..., first : first + (rule.value_width or 0)]
-    grouped = queries.reshape(len(queries), row.heads, -1, width).astype(compute)
+    grouped = queries.reshape(len(queries), kv_heads, -1, width).astype(compute)
     key_scale, value_scale = bound.key_value_scales
     if rule.row_packing is not None:
-        key_scale = 1.0
+        key_scale = value_scale = 1.0
     scores = _product("qhgk,qnhk->qhgn", grouped, rows[..., :width])
     scores = scores * (key_scale * (1.0 if rule.scale is None else rule.scale))
     if rule.soft_cap is not None:
@@ -84,7 +86,7 @@ def _attend(
     total = weights.sum(axis=-1) + jnp.exp(logits - highest)
     out = _product("qhgn,qnhv->qhgv", weights.astype(compute), values)
     out = out / jnp.where(total > 0, total, 1)[..., None]
-    out = out * (key_scale if isinstance(bound.form.spec, MLASpec) else value_scale)
+    out = out * (key_scale if isinstance(spec, MLASpec) else value_scale)
     shape = queries.shape[:2]
     return out.reshape(*shape, -1), (jnp.log(total) + highest).reshape(shape)
 
@@ -169,7 +171,7 @@ def index_row(spec: MLASpec) -> PackedRow | None:
     return PackedRow(spec.head_size, 0) if is_packed else None
 
 
-def _read(bound: BoundLayer, slots: Array, packed: PackedRow | None) -> Array:
+def _read(bound: BoundLayer, slots: Array, packed: PackedRow | TokenHeadRow | None) -> Array:
     """Returns the stored rows at slots, [..., elements], unpacked."""
     block_size = bound.requests.growth.block_size
     tokens_per_row = block_size // rows_per_block(bound.form.spec)

@@ -68,7 +68,8 @@ def make_cache(
       interleave_tokens: with context parallelism, consecutive positions that a rank gets at a
         time; must divide every block size.
       scales: K and V scales of the cache, for all layers or by layer: the pool stores
-        ``x / scale``. None: no scales, the pool stores ``x``.
+        ``x / scale``. None: no scales, the pool stores ``x``. Layers whose dtype has a scale for
+        each token and head do not use them.
       mesh, axis: shards the pool over one axis of a mesh: by position with context parallelism,
         else by KV head; the plan is that of one rank. Block ids mean the same on all devices.
         Tables and scales are replicated, and so is the pool over the other axes of the mesh.

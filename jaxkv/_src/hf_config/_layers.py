@@ -36,8 +36,9 @@ def layers_from_config(
     Args:
       config: the content of a ``config.json``. A multimodal model is read by its language model:
         ``text_config``, ``llm_config``, ``language_config`` or ``thinker_config``.
-      kv_dtype: dtype of keys and values; None: the one that the file names, else the one that
-        the family ships (`shipped_dtype`).
+      kv_dtype: dtype of keys and values, such as "bf16", "fp8_e4m3" or "int4_per_token_head"
+        (see `FullAttentionSpec`); None: the one that the file names, else the one that the family
+        ships (`shipped_dtype`).
       block_size: tokens per block; None: the family's usual, 16, or 64 for latent attention.
         `plan_cache` takes a multiple of it where a block must hold a recurrent state.
       tensor_parallel: ranks among which KV heads and states are divided.

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,15 @@ from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
-from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, RingSpec, canonical_dtype
-from pallas_kernels import Implementation
+from jaxkv._src.specs import (
+    PER_TOKEN_HEAD,
+    FullAttentionSpec,
+    LayerSpec,
+    MLASpec,
+    RingSpec,
+    canonical_dtype,
+)
+from pallas_kernels import Implementation, TokenHeadRow
 
 TokenSpec = FullAttentionSpec | MLASpec | RingSpec
 
@@ -58,6 +66,11 @@ def _dtype_of_numbers(dtype: DTypeLike) -> jnp.dtype:
             f"dtype={name} holds bytes of your own format, not numbers; pack the rows and use "
             "write_rows, or read them with read_rows"
         )
+    if name in PER_TOKEN_HEAD:
+        raise TypeError(
+            f"dtype={name} is of rows with a scale for each token and head; use "
+            "pallas_kernels.TokenHeadRow, which packs and unpacks them"
+        )
     return jnp.dtype(name)
 
 
@@ -92,8 +105,8 @@ def write_tokens(
       implementation: as for `pallas_kernels.write_rows`.
 
     Returns:
-      The cache with the tokens written, in the layer's dtype and divided by its scales; padding
-      is not written.
+      The cache with the tokens written, in the layer's dtype and divided by its scales, or by those
+      of each token and head (`pallas_kernels.TokenHeadRow` has the rule); padding is not written.
 
     Raises:
       TypeError: the layer stores no keys and values, or arrays that are not floats.
@@ -148,6 +161,8 @@ def _write_tokens(bound: BoundLayer, keys: Array, values: Array) -> Array:
 
 def store_tokens(bound: BoundLayer, keys: Array, values: Array) -> Array:
     """Writes keys and values on one device; returns the buffer."""
+    if (packed := token_head_row(bound.form.spec)) is not None:
+        return store_rows(bound, packed.pack(keys, values))
     pairs = zip((keys, values), bound.key_value_scales, strict=True)
     rows = [quantize(array, bound.form.row.dtype, scale) for array, scale in pairs]
     return store_rows(bound, jnp.concatenate(rows, axis=-1))
@@ -275,15 +290,18 @@ def read_tokens(
     """
     bound = bind(cache, layer, batch, layer_index)
     _attention_spec(layer, bound.form.spec)
-    check_rank_known(bound.layout, layer)
+    check_rank_known(bound.layout, layer, as_bytes=False)
     return _read_tokens(bound, dtype=_dtype_of_numbers(dtype))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _read_tokens(bound: BoundLayer, *, dtype: jnp.dtype) -> tuple[Array, Array]:
-    width = bound.form.row.key_elements
+    width, packed = bound.form.spec.head_size, token_head_row(bound.form.spec)
 
     def read(bound: BoundLayer) -> tuple[Array, Array]:
+        if packed is not None:
+            rows = packed.unpack(_load_rows(bound)).astype(dtype)
+            return rows[..., :width], rows[..., width:]
         rows = _load_rows(bound).astype(dtype)
         key_scale, value_scale = (jnp.asarray(scale, dtype) for scale in bound.key_value_scales)
         return rows[..., :width] * key_scale, rows[..., width:] * value_scale
@@ -345,17 +363,20 @@ def _token_shape(bound: BoundLayer, **arrays: Array) -> tuple[int, ...]:
     return array.shape[:2]
 
 
-def check_rank_known(layout: CacheLayout, layer: str, *, positions: bool = True) -> None:
+def check_rank_known(
+    layout: CacheLayout, layer: str, *, positions: bool = True, as_bytes: bool = True
+) -> None:
     """Raises ValueError outside ``shard_map`` if the parts of all ranks do not form an array.
 
     Args:
       positions: whether that holds for positions, too, which context parallelism divides.
+      as_bytes: whether rows that are bytes come as such, without an axis of heads.
     """
     if layout.axis is None or runs_manually(layout.axis):
         return
     parts = "its own positions" if positions and layout.context_parallel > 1 else ""
     spec = layout.placement_of(layer).spec
-    if isinstance(spec, FullAttentionSpec) and row_format(spec).key_elements is None:
+    if as_bytes and isinstance(spec, FullAttentionSpec) and row_format(spec).key_elements is None:
         parts = "the bytes of its own heads, which have no axis of heads"
     if parts:
         raise ValueError(
@@ -374,6 +395,14 @@ def check_owner(layout: CacheLayout, layer: str) -> None:
         )
 
 
+def token_head_row(spec: LayerSpec) -> TokenHeadRow | None:
+    """Returns the form of rows with a scale for each token and head; None: rows are others."""
+    if not isinstance(spec, FullAttentionSpec) or not spec.has_scales:
+        return None
+    packing: Any = spec.dtype  # one of `PER_TOKEN_HEAD`
+    return TokenHeadRow(packing, spec.num_kv_heads, spec.head_size, spec.value_size)
+
+
 def token_spec(layer: str, spec: LayerSpec) -> TokenSpec:
     """Returns the spec of a layer that stores rows of tokens; raises TypeError for others."""
     if not isinstance(spec, TokenSpec):
@@ -390,7 +419,7 @@ def _attention_spec(layer: str, spec: LayerSpec) -> FullAttentionSpec:
             f"layer={layer!r} stores {spec.kind}, not keys and values; use write_rows and "
             "read_rows for latent vectors, write_state and read_state for states"
         )
-    if row_format(spec).key_elements is None:
+    if row_format(spec).key_elements is None and not spec.has_scales:
         raise TypeError(
             f"layer={layer!r} stores scales next to its {spec.dtype} elements; pack its rows "
             "yourself, and use write_rows and read_rows"

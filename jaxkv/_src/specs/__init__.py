@@ -9,7 +9,7 @@ from jaxkv._src.specs._attention import (
     SlidingWindowSpec,
 )
 from jaxkv._src.specs._base import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
-from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
+from jaxkv._src.specs._dtypes import PER_TOKEN_HEAD, canonical_dtype, packed_bytes
 from jaxkv._src.specs._growth import (
     PLAIN_INTS,
     CacheMode,
@@ -30,6 +30,7 @@ from jaxkv._src.specs._state import (
 )
 
 __all__ = [
+    "PER_TOKEN_HEAD",
     "PLAIN_INTS",
     "CacheMode",
     "ChunkedAttentionSpec",

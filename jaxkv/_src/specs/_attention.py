@@ -8,20 +8,29 @@ from typing import ClassVar, override
 from jaxkv._src.internal.checks import check_count, check_positive, make_ints_plain
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.specs._base import LayerSpec
-from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
+from jaxkv._src.specs._dtypes import PER_TOKEN_HEAD, canonical_dtype, check_no_heads, packed_bytes
 from jaxkv._src.specs._growth import Growth
+
+SCALE_BYTES, ROW_ALIGN = 4, 32  # of the dtypes per token and head, as `TokenHeadRow` has them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullAttentionSpec(LayerSpec):
     """Keys and values of every token: ``block_size * heads * (k + v) * itemsize`` bytes.
 
+    With ``"int8_per_token_head"``, ``"fp8_per_token_head"`` (float8_e4m3fn) or
+    ``"int4_per_token_head"`` as dtype, each K and each V of a token and head has a float32 scale:
+    ``write_tokens`` and ``attend`` choose it by the largest magnitude. The row of a token is the
+    elements of all heads, K then V of each, in 1 or 1/2 bytes; then the scales of K and of V of
+    each head; and zeros up to a multiple of 32 bytes, which 4 or 8 heads fill. For heads of 128
+    that is 264 and 136 bytes per token and head. `pallas_kernels.TokenHeadRow` packs and unpacks.
+
     num_kv_heads: KV heads of one rank.
     head_size: width of K, and of V unless ``head_size_v`` says otherwise.
     head_size_v: width of V when it differs from K.
     dtype: of the stored elements: a name such as "bf16" or "fp8_e4m3", or a dtype object.
     scale_bytes: bytes of the scale that each K and each V head of a token carries in the
-      page, for per-token-head quantisation.
+      page, for formats of your own, which ``write_rows`` stores.
     sink_tokens: tokens whose keys and values all requests share; their blocks are reserved.
     """
 
@@ -40,7 +49,19 @@ class FullAttentionSpec(LayerSpec):
         if self.head_size_v is not None:
             check_positive(head_size_v=self.head_size_v)
         check_count(scale_bytes=self.scale_bytes, sink_tokens=self.sink_tokens)
+        if self.scale_bytes and self.has_scales:
+            raise ValueError(
+                f"scale_bytes={self.scale_bytes} with dtype={self.dtype!r}, which has scales of "
+                "its own; leave it out"
+            )
+        if self.has_scales:  # refuses odd widths of 4 bits
+            check_positive(token_bytes=self.token_bytes)
         super().__post_init__()
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether rows hold a scale of each token and head, by which values are quantised."""
+        return self.dtype in PER_TOKEN_HEAD
 
     @property
     def value_size(self) -> int:
@@ -51,8 +72,10 @@ class FullAttentionSpec(LayerSpec):
     def token_bytes(self) -> int:
         """Bytes of one token: K then V with their scales, for every KV head."""
         widths = self.head_size, self.value_size
-        head = sum(packed_bytes(width, self.dtype) + self.scale_bytes for width in widths)
-        return self.num_kv_heads * head
+        scale = SCALE_BYTES if self.has_scales else self.scale_bytes
+        head = sum(packed_bytes(width, self.dtype) + scale for width in widths)
+        align = ROW_ALIGN if self.has_scales else 1
+        return cdiv(self.num_kv_heads * head, align) * align
 
     @property
     def data_bytes(self) -> int:
@@ -144,6 +167,7 @@ class MLASpec(LayerSpec):
     def __post_init__(self) -> None:
         make_ints_plain(self)
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        check_no_heads(self.dtype, "a latent vector")
         check_positive(block_size=self.block_size, compress_ratio=self.compress_ratio)
         check_positive(head_size=self.head_size)
         if self.bytes_per_token is not None:

@@ -14,6 +14,12 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
 }
 NVFP4_GROUP = 16  # elements that share one fp8 scale, stored next to them
+# Bits of an element of keys and values that have a scale for each token and head.
+PER_TOKEN_HEAD: dict[str, int] = {
+    "int8_per_token_head": 8,
+    "fp8_per_token_head": 8,
+    "int4_per_token_head": 4,
+}
 DTYPE_ALIASES: dict[str, str] = {
     "f32": "float32",
     "bf16": "bfloat16",
@@ -39,8 +45,9 @@ def canonical_dtype(dtype: Any, argument: str = "dtype") -> str:
     if not isinstance(dtype, str):
         given = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
     name = DTYPE_ALIASES.get(str(given), str(given))
-    if name != "nvfp4" and name not in DTYPE_BYTES:
-        known = ", ".join(sorted({*DTYPE_BYTES, *DTYPE_ALIASES, "nvfp4"}))
+    packed = {"nvfp4", *PER_TOKEN_HEAD}
+    if name not in packed | set(DTYPE_BYTES):
+        known = ", ".join(sorted({*DTYPE_BYTES, *DTYPE_ALIASES, *packed}))
         raise ValueError(f"{argument}={shown(dtype)} is not a cache dtype; use one of {known}")
     return name
 
@@ -48,17 +55,31 @@ def canonical_dtype(dtype: Any, argument: str = "dtype") -> str:
 def packed_bytes(elements: int, dtype: str) -> int:
     """Returns the bytes of contiguous elements.
 
-    nvfp4 packs two elements into a byte and adds one byte of scale for each 16 elements.
+    nvfp4 packs two elements into a byte and adds one byte of scale for each 16 elements. The scales
+    of each token and head are not counted.
 
     Args:
       elements: how many there are.
       dtype: jax's name of their dtype, from `canonical_dtype`.
 
     Raises:
-      ValueError: nvfp4 elements that are not a multiple of 16.
+      ValueError: elements of nvfp4 that are not a multiple of 16, or of 4 bits that are odd.
     """
+    if dtype in PER_TOKEN_HEAD:
+        if elements * PER_TOKEN_HEAD[dtype] % 8:
+            raise ValueError(f"head_size={elements} must be even for {dtype}")
+        return elements * PER_TOKEN_HEAD[dtype] // 8
     if dtype != "nvfp4":
         return elements * DTYPE_BYTES[dtype]
     if elements % NVFP4_GROUP:
         raise ValueError(f"head_size={elements} must be a multiple of {NVFP4_GROUP} for nvfp4")
     return elements // 2 + elements // NVFP4_GROUP
+
+
+def check_no_heads(dtype: str, kind: str) -> None:
+    """Raises ValueError for a dtype that has a scale for each head, which these rows lack."""
+    if dtype in PER_TOKEN_HEAD:
+        raise ValueError(
+            f"dtype={dtype!r} has a scale for each head of keys and values, and {kind} has no "
+            "heads; use another dtype"
+        )

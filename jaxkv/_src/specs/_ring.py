@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxkv._src.internal.checks import check_positive, make_ints_plain
 from jaxkv._src.specs._base import LayerSpec
-from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
+from jaxkv._src.specs._dtypes import canonical_dtype, check_no_heads, packed_bytes
 from jaxkv._src.specs._growth import Growth
 
 
@@ -34,6 +34,7 @@ class RingSpec(LayerSpec):
     def __post_init__(self) -> None:
         make_ints_plain(self)
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        check_no_heads(self.dtype, "a row of a ring")
         check_positive(group_size=self.group_size, head_size=self.head_size)
         super().__post_init__()
         if self.block_size < self.group_size:

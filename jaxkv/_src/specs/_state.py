@@ -15,7 +15,7 @@ from jaxkv._src.internal.checks import (
 )
 from jaxkv._src.internal.text import shown
 from jaxkv._src.specs._base import LayerSpec
-from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
+from jaxkv._src.specs._dtypes import canonical_dtype, check_no_heads, packed_bytes
 from jaxkv._src.specs._growth import CacheMode, Growth
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -65,6 +65,8 @@ class StateSpec(LayerSpec):
             )
         if "nvfp4" in self.dtypes:
             raise ValueError("dtypes: nvfp4 packs heads of keys and values, not states")
+        for dtype in self.dtypes:
+            check_no_heads(dtype, "a state")
         for shape in self.shapes:
             check_positive(**{f"shapes[{i}]": size for i, size in enumerate(shape)})
         check_choice(get_args(CacheMode), cache_mode=self.cache_mode)

@@ -21,7 +21,7 @@ from jaxkv._src.recurrent import gated_delta, linear_attention, mamba2, short_co
 from jaxkv._src.step._apply import apply_step
 from jaxkv._src.step._record import StepRecord
 from jaxkv._src.uploads import Upload
-from pallas_kernels import Implementation, RowPacking
+from pallas_kernels import Implementation, LatentPacking
 
 
 @jax.tree_util.register_pytree_node_class
@@ -128,7 +128,7 @@ class StepContext:
         soft_cap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
         selected: Int32[Array, "*tokens chosen"] | None = None,
-        row_packing: RowPacking | None = None,
+        row_packing: LatentPacking | None = None,
         layer_index: LayerIndex = None,
         implementation: Implementation | None = None,
     ) -> Float[Array, "*tokens heads value_size"]:
