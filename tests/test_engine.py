@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import sys
 import types
@@ -200,6 +201,33 @@ def test_an_engine_begins_with_no_figures_and_room_for_few_copies() -> None:
     engine = jaxkv.Engine(forward, make_params(), plan, max_requests=40, max_tokens=48)
     assert not any(dataclasses.astuple(engine.stats))
     assert {shape.block_copies for shape in engine._buckets.shapes} == {32}
+
+
+def test_the_logger_tells_what_an_engine_decides(caplog) -> None:
+    """And is silent where nobody configures logging."""
+    logger = logging.getLogger("jaxkv")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    plan, requests = make_plan(("full",), 14), [([1, 2, 3, number], 20) for number in range(4)]
+    with caplog.at_level(logging.INFO, logger="jaxkv"):
+        engine = jaxkv.Engine(forward, make_params(), plan, **SIZES)
+        for number, (prompt, count) in enumerate(requests):
+            engine.add(number, prompt, Sampling(max_tokens=count))
+        while engine.has_work:
+            engine.step()
+        engine.update(make_params())
+        engine.sleep()
+        engine.wake_up()
+    told = [record.getMessage() for record in caplog.records]
+    for words, count in {
+        "groups that share prefixes: 0; host memory: none": 1,
+        "preempts ": engine.stats.preemptions,
+        "new weights, version 1; in flight: finish": 1,
+        "sleeps at level 1": 1,
+        "is awake": 1,
+    }.items():
+        assert sum(words in text for text in told) == count > 0, told
+    traced = [text for text in told if text.startswith("traces a step to compile")]
+    assert 2 <= len({*traced}) == len(traced) <= len(engine._buckets.shapes) + 1
 
 
 @functools.cache
@@ -1062,7 +1090,7 @@ MISTAKES = {
     "one prompt for several": (
         lambda e: e.generate([1, 2, 3]),
         TypeError,
-        r"prompts\[0\] must be token ids, a sequence of ints, got int",
+        r"got the token ids of one prompt: write \[prompt\]",
     ),
     "fewer samplings": (
         lambda e: e.generate([[1], [2]], [Sampling()]),

@@ -252,7 +252,7 @@ MISTAKES = {
     "an upload applied twice": (
         lambda s: jaxkv.check_errors(s.twice),
         jaxkv.CacheError,
-        "the device found errors: an upload was applied twice, or to another cache",
+        "found errors, at upload 1 or before: an upload was applied twice, or to another cache",
     ),
     "an upload that was dropped": (
         lambda s: jaxkv.check_errors(s.gapped),
@@ -306,7 +306,7 @@ MISTAKES = {
     "a cache that was donated": (
         lambda s: jaxkv.layer_view(donated(), "full.0"),
         ValueError,
-        "cache is used up: it was donated to an earlier call, or went to sleep; use the one that",
+        "cache is used up: an earlier call took it, by donate_argnums, an engine or sleep; use",
     ),
     # --- testing kit ---
     "a fixed model for a strategy": (

@@ -51,12 +51,14 @@ class CacheError(RuntimeError):
     """Errors that jitted functions recorded in a cache, raised by `check_errors`.
 
     flags: `jaxkv.cache.CacheFlags`; the message explains each.
+    upload: the number of the last upload that the cache took, counted from 1; 0 or None: not known.
     """
 
-    def __init__(self, flags: int):
-        self.flags = CacheFlags(flags)
+    def __init__(self, flags: int, upload: int | None = None):
+        self.flags, self.upload = CacheFlags(flags), upload
         reasons = "; ".join(_REASONS[flag] for flag in self.flags)
-        super().__init__(f"the device found errors: {reasons}")
+        until = f", at upload {upload:,} or before" if upload else ""
+        super().__init__(f"the device found errors{until}: {reasons}")
 
     def __reduce__(self):  # errors travel between the processes of a serving stack
-        return type(self), (int(self.flags),)
+        return type(self), (int(self.flags), self.upload)

@@ -166,8 +166,8 @@ def check_cache(cache: Any) -> None:
         and status.is_deleted()
     ):
         raise ValueError(
-            "cache is used up: it was donated to an earlier call, or went to sleep; use the one "
-            "that this call returned, and make one for each engine"
+            "cache is used up: an earlier call took it, by donate_argnums, an engine or sleep; use "
+            "the one that this call returned, and make one for each engine"
         )
 
 
@@ -184,8 +184,9 @@ def check_errors(cache: KVCache) -> None:
     """
     check_cache(cache)
     check_known(cache=cache.error_flags)
-    if flags := int(cache.error_flags):
-        raise CacheError(flags)
+    flags, upload = np.asarray(cache.status).tolist()
+    if flags:
+        raise CacheError(flags, upload)
 
 
 def check_layout(layout: CacheLayout, shape: StepShape) -> None:

@@ -21,6 +21,7 @@ from jaxkv._src.engine._processing import Processing, States
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
 from jaxkv._src.engine._samples import RECORD_SIZE, Sample
+from jaxkv._src.internal.log import LOGGER
 from jaxkv._src.internal.mesh import with_auto_axes
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
 from jaxkv._src.offload import Transfers
@@ -141,6 +142,7 @@ class Device:
         if not self.may_be_lost:
             return
         if self.was_waking or not (self._is_asleep or _is_ready(self.cache)):
+            LOGGER.warning("the cache was lost; all running requests are computed again")
             self.cache = None  # or there are two for a moment
             self.cache = self._template.make()
         if not _is_ready(self._sampled):
@@ -240,6 +242,11 @@ class Device:
           log-probabilities, and the error flags of the cache. If the options say so, ``top`` and
           ``prompt``, of `most_likely` and `prompt_logprobs`, and ``side``.
         """
+        shape = uploads[0].shape
+        LOGGER.info(
+            "traces a step to compile: %d tokens of %d requests, %d to a request, %d in a call, %s",
+            *(shape.max_tokens, shape.batch_size, shape.max_query_len, len(uploads), options),
+        )
         with persist_in(self._only and folder_for(self._only)):
             if len(uploads) == 1:
                 state, out = self._run_step(params, options, False, state, uploads[0])
@@ -247,7 +254,7 @@ class Device:
             memory = jax.memory.Space.Device  # uploads of a ring are in the host's
             data = jnp.stack([jax.device_put(upload.data, memory) for upload in uploads])
             step = functools.partial(self._run_step, params, options, True)
-            return lax.scan(step, state, Upload(data=data, shape=uploads[0].shape))
+            return lax.scan(step, state, Upload(data=data, shape=shape))
 
     def _run_step(
         self, params: Any, options: StepOptions, may_have_ended: bool, state: State, upload: Upload

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
+from numbers import Integral
 from typing import Any, get_args
 
 from jaxtyping import PyTree
@@ -34,6 +35,7 @@ from jaxkv._src.internal.checks import (
     check_positive,
     plain_ints,
 )
+from jaxkv._src.internal.log import LOGGER
 from jaxkv._src.internal.unique import Unique
 from jaxkv._src.logits_processors import LogitsProcessor
 from jaxkv._src.offload import HostMemory
@@ -206,6 +208,14 @@ class Engine(Unique):
         self._calls = Calls(self._device, self._packer, decode_steps)
         self._family = itertools.count()
         self._device.take_over()
+        LOGGER.info(
+            "%r: steps of %s tokens, %s; groups that share prefixes: %d; host memory: %s",
+            self,
+            ", ".join(map(str, sorted({shape.max_tokens for shape in self._buckets.shapes}))),
+            "by Mosaic kernels" if pays else "without Mosaic kernels for attention",
+            max((shape.shared_prefixes for shape in self._buckets.shapes), default=0),
+            "none, what is evicted is computed again" if host_memory is None else host_memory,
+        )
 
     def __repr__(self) -> str:
         return f"Engine({self._scheduler!r}, {len(self._buckets.shapes)} shapes)"
@@ -250,6 +260,11 @@ class Engine(Unique):
             raise TypeError(
                 f"prompts must be a list of prompts, each of them token ids; got "
                 f"{type(prompts).__name__}"
+            )
+        if isinstance(first := next(iter(prompts), ()), Integral) or getattr(first, "ndim", 1) == 0:
+            raise TypeError(
+                "prompts must be a list of prompts, each of them token ids; got the token ids of "
+                "one prompt: write [prompt]"
             )
         samplings = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if isinstance(sampling, Sampling):

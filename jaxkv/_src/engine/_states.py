@@ -8,6 +8,7 @@ from jaxkv._src.engine._outputs import PROMPT
 from jaxkv._src.engine._placement import placed_like
 from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.internal.checks import check_choice
+from jaxkv._src.internal.log import LOGGER
 from jaxkv._src.sleeping import sleep, wake_up
 
 InFlight = Literal["finish", "restart", "recompute"]
@@ -22,6 +23,7 @@ def set_params(calls: Calls, params: object, in_flight: InFlight) -> None:
     samples, calls.is_broken = calls.packer.samples, True
     calls.starts_over = in_flight == "restart"
     calls.device.params, samples.version = params, samples.version + 1
+    LOGGER.info("new weights, version %d; in flight: %s", samples.version, in_flight)
     if in_flight == "finish":
         samples.note_version()
         calls.packer.manager.new_epoch()
@@ -44,6 +46,7 @@ def fall_asleep(calls: Calls, level: int) -> int:
     if level == 2:
         calls.rebuild()
     calls.is_broken = False
+    LOGGER.info("sleeps at level %d, %s bytes are free", level, f"{asleep.released_bytes:,}")
     return asleep.released_bytes
 
 
@@ -62,6 +65,7 @@ def awake(calls: Calls) -> None:
         calls.is_broken = False
         raise
     calls.is_broken = False
+    LOGGER.info("is awake")
 
 
 def warm_up(calls: Calls, samplings: tuple[Sampling, ...]) -> None:

@@ -1,6 +1,8 @@
 """The memory of GPUs, and the part of it that is left for a cache. No jax."""
 
 import dataclasses
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
@@ -47,9 +49,13 @@ def gpu_bytes(name: str) -> int:
     if key.endswith("gb"):  # a100-80gb
         key = key[:-1]
     if key not in GPUS:
+        kind = re.split(r"[^a-z0-9]", key)[0]
+        near = [gpu for gpu in GPUS if kind == gpu.partition("-")[0]]
+        near = near or difflib.get_close_matches(key, GPUS, n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
-            f"gpu={shown(name)} is not in the table: {', '.join(sorted(GPUS))}. For another GPU, "
-            "give the bytes that are left for the cache"
+            f"gpu={shown(name)} is not in the table: {', '.join(sorted(GPUS))}{hint} For another "
+            "GPU, give the bytes that are left for the cache"
         )
     return int(Fraction(GPUS[key]) * GIB)
 

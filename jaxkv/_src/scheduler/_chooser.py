@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import PrefixHit
+from jaxkv._src.internal.log import LOGGER
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._budget import StepBudget
@@ -324,6 +325,7 @@ class Chooser:
     def preempt(self, request: Request, *, may_go_on: bool = True) -> None:
         """Takes the blocks of a running request, which waits to go on or to be computed again."""
         computed = self._queues.num_computed(request)
+        LOGGER.info("preempts %r, which has computed %d tokens", request.name, computed)
         (self._prompts.swap_out if may_go_on else self._prompts.finish)(request)
         self.forget(request)
         self._queues.stop(request)
