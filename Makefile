@@ -12,7 +12,7 @@ JOBS ?= 2
 BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
 comma := ,
 
-.PHONY: help chat demo quick test real mutants bench docs check format wheel-check lane-oldest lane-measured lane-newest \
+.PHONY: help chat demo quick test real mutants bench docs browser check format wheel-check lane-oldest lane-measured lane-newest \
 	lane-gpus lanes ci clean
 
 help:
@@ -23,13 +23,14 @@ help:
 	@echo "make mutants mutation testing of the lines changed since main; ARGS=tests/test_blocks.py"
 	@echo "make real    compare SmolLM2's tokens with those of transformers; downloads what make chat does"
 	@echo "make bench   time the block manager, steps, kernels, planner; ARGS='zero copies' for some"
-	@echo "make docs    the site: a page for every public module, and the guides"
+	@echo "make docs    the site: guides, a page for every public name, benchmarks"
+	@echo "make browser the site, looked at in a headless Chromium: links, widths, search"
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make lanes   all tests on the built wheel: oldest, measured and newest Python and jax"
 	@echo "make lane-gpus    compile the kernels for GPUs from Ampere to Blackwell; needs no GPU"
 	@echo "make wheel-check PY=3.13 WITH='jax==0.11.2'  the same on a Python and packages of yours"
-	@echo "make ci      test, lanes and docs: all that has to pass"
+	@echo "make ci      test, lanes and browser: all that has to pass"
 
 chat: $(VENV)/.chat
 	@$(BIN)/python notebooks/chat.py $(ARGS)
@@ -58,8 +59,12 @@ bench: $(VENV)/.$(BENCH)
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 docs: $(VENV)/.docs
+	@rm -rf build/docs
 	@$(BIN)/python -m sphinx -q -W --keep-going -E -b html .docs build/docs
 	@echo "build/docs/index.html"
+
+browser: docs $(VENV)/.browser
+	@$(BIN)/python .ci/browser.py
 
 check: $(VENV)/.test
 	@$(BIN)/ruff check .
@@ -99,7 +104,7 @@ $(GPUS)/.made: $(BIN)/python pyproject.toml
 
 lanes: $(LANES) lane-gpus
 
-ci: test lanes docs
+ci: test lanes browser
 
 clean:
 	rm -rf $(VENV) $(VENV)-gpus build dist
