@@ -85,7 +85,7 @@ def test_users_get_what_every_module_needs_and_choose_the_rest(metadata: Message
         lines = [line.partition(";")[0] for line in asked if f"extra == '{cuda}'" in line]
         assert lines == ["flatbuffers", f"jax[{cuda}]>=0.10.2"]
     extras = {"chat", "cuda12", "cuda13", "demo", "docs", "events", "mutants", "notebooks", "plot"}
-    extras |= {"test", "testing"}
+    extras |= {"browser", "test", "testing"}
     assert set(metadata.get_all("Provides-Extra") or []) == extras
 
 
@@ -93,7 +93,12 @@ def test_the_page_that_an_index_would_show(metadata: Message) -> None:
     assert metadata["Version"] == jaxkv.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    page = metadata.get_payload()
+    assert not re.findall(r"\]\((?!https://)[^)]*\)", page), "links that only a repository has"
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", (ROOT / "README.md").read_text())
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page)
+    assert set(plain.splitlines()) <= set(text.splitlines())
+    assert len(page.splitlines()) > 100
 
 
 def test_the_site_has_a_page_for_each_public_module() -> None:
