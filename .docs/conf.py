@@ -14,13 +14,31 @@ sys.path.insert(0, str(ROOT))
 import jaxkv  # noqa: E402
 
 # Pages from elsewhere lie here as they do in the repository, so that links between them hold.
-for name in ("notebooks", "api"):  # without pages of names that are gone
+for name in ("notebooks", "api", "tests"):  # without pages of names that are gone
     shutil.rmtree(HERE / name, ignore_errors=True)
 for pattern in ("C*.md", "notebooks/*.*", "tests/benchmarks/README.md"):
     for path in ROOT.glob(pattern):
         copy = HERE / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
+
+
+def split_benchmarks(path: pathlib.Path) -> dict[str, str]:
+    """Makes a page of each section of the benchmarks; returns the page of each of their anchors."""
+    intro, *sections = re.split(r"^## ", path.read_text(), flags=re.M)
+    page_of, names = {}, [section.partition("\n")[0] for section in sections]
+    for name, section in zip(names, sections, strict=True):
+        text = re.sub(r"^#(#+ )", r"\1", section.partition("\n")[2], flags=re.M)
+        path.with_name(f"{name}.md").write_text(f"# {name.capitalize()}\n{text}")
+        for heading in [name, *re.findall(r"^##+ (.*)", text, re.M)]:
+            page_of[heading.lower().replace(" ", "-")] = f"{name}.md"
+    lists = "".join(f"- [{name.capitalize()}]({name}.md)\n" for name in names)
+    pages = "\n".join(names)
+    path.write_text(f"{intro}\n## Figures\n\n{lists}\n```{{toctree}}\n:hidden:\n{pages}\n```\n")
+    return page_of
+
+
+PAGE_OF = split_benchmarks(HERE / "tests" / "benchmarks" / "README.md")
 jaxkv.__all__ = list(jaxkv._MODULE_OF)  # without it, autodoc documents no imported name
 
 project, author, release = "jaxkv", "the jaxkv authors", jaxkv.__version__
@@ -29,6 +47,7 @@ extensions = [
     *("myst_nb", "sphinx_copybutton"),
 ]
 html_theme, html_title = "furo", "jaxkv"
+html_static_path, html_css_files = ["static"], ["site.css"]
 templates_path = ["templates"]
 default_role = "py:obj"
 autodoc_member_order = "bysource"
@@ -43,7 +62,8 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 FIELD = re.compile(r"^([a-z]\w*(?:, \w+)*): (.*)$")
 STAR = re.compile(r"(?<=, )\*(?=\w)")  # [B, *shape]
-LINK = re.compile(r"!?\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"!?\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(?:#([^)]*))?\)")
+SPLIT = "benchmarks/README.md"
 
 
 def adapt_docstring(app, what, name, obj, options, lines: list[str]) -> None:
@@ -71,15 +91,26 @@ autosummary_context = {
 }
 
 
+NAMES = {name for module in ("jaxkv", *LISTED) for name in importlib.import_module(module).__all__}
+NAMES |= {f"jaxkv.{name}" for name in jaxkv.__all__} | {name for name in LISTED if "." in name}
+CODE = re.compile(r"(?<![\w`}])`([\w.]+)`(?![\w`])")
+
+
 def adapt_links(app, page: str, source: list[str]) -> None:
-    """Puts the README on the first page, and leaves only the text of links to other files."""
+    """Puts the README on the first page, links public names, unlinks files not here."""
     folder = (HERE / page).parent
 
     def on_site(link: re.Match[str]) -> str:
+        if link[3] and link[2].endswith(SPLIT):
+            name = PAGE_OF[link[3]]
+            return f"[{link[1]}]({link[2].removesuffix('README.md')}{name}#{link[3]})"
         return link[0] if os.path.exists(os.path.normpath(folder / link[2])) else link[1]
 
     text = (ROOT / "README.md").read_text() if page == "index" else ""
-    source[0] = LINK.sub(on_site, text + source[0])
+    text = LINK.sub(on_site, text + source[0])
+    is_guide = page.startswith("notebooks/") or page == "index"
+    roles = {name: f"{{py:obj}}`{name}`" for name in NAMES}
+    source[0] = CODE.sub(lambda code: roles.get(code[1], code[0]), text) if is_guide else text
 
 
 def find_public(app, env, node, text):

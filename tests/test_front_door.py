@@ -123,7 +123,7 @@ def test_modules_list_what_is_public_beside_the_front_door() -> None:
 
 
 EVERY = {f"jaxkv.{name}": getattr(jaxkv, name) for name in NAMES} | PUBLIC
-GUIDES = [*ROOT.glob("notebooks/*.ipynb"), ROOT / "README.md"]
+GUIDES = [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("notebooks/*.md"), ROOT / "README.md"]
 GUIDE = "\n".join([path.read_text() for path in GUIDES] + [str(jaxkv.__doc__)])
 
 

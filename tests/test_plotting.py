@@ -140,7 +140,7 @@ def test_figures_show_themselves_without_pyplot_or_jax() -> None:
         import sys
         from jaxkv import FullAttentionSpec, plotting
         spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
-        assert plotting.plot_page(spec)._repr_png_().startswith(b"\\x89PNG")
+        assert plotting.plot_page(spec)._repr_png_()[0].startswith(b"\\x89PNG")
         print("matplotlib.pyplot" in sys.modules, "jax" in sys.modules)
     """)
     assert done.stdout.split() == ["False", "False"], done.stderr

@@ -1,5 +1,7 @@
 """The README's examples run as they stand and print what it says; what it names exists."""
 
+import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -16,7 +18,7 @@ from jaxkv.__main__ import main
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TEXTS = README, (ROOT / "CONTRIBUTING.md").read_text()
-MAX_LINES, MAX_LINES_OF_CODE = 190, 27
+MAX_LINES, MAX_LINES_OF_CODE = 150, 27
 
 
 def blocks(language: str) -> list[str]:
@@ -55,7 +57,7 @@ def test_the_examples_run_on_one_device_too() -> None:
 
 
 def test_the_command_prints_what_is_shown(capsys: pytest.CaptureFixture) -> None:
-    (command,), (_, shown) = blocks("sh"), blocks("text")
+    (_, command), (_, shown) = blocks("sh"), blocks("text")
     python, module, package, *arguments = shlex.split(command)
     assert (python, module, package) == ("python", "-m", "jaxkv")
     assert main(arguments) == 0
@@ -66,6 +68,29 @@ def test_the_page_and_its_example_are_short() -> None:
     assert len(README.splitlines()) <= MAX_LINES
     (example,) = blocks("python")
     assert len([line for line in example.splitlines() if line.strip()]) <= MAX_LINES_OF_CODE
+
+
+def test_the_guide_of_the_example_has_all_of_it() -> None:
+    cells = json.loads((ROOT / "notebooks" / "first_example.ipynb").read_text())["cells"]
+    code = [line.strip() for cell in cells for line in cell["source"]]
+    (example,) = blocks("python")
+    lines = [line for line in example.splitlines() if line.strip() and line[0] != "#"]
+    assert not [line for line in lines if line.strip() not in code]
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    """The times next to vLLM's stand in the tables, and pictures are drawn from these."""
+    tables = (ROOT / "tests" / "benchmarks" / "README.md").read_text()
+    (bullet,) = re.findall(r"^- \*\*Fast\*\*.*", README, re.M)
+    told = re.findall(r"[\d.]+(?= s\b)", bullet)
+    assert len(told) == 4 and all(re.search(rf"\b{re.escape(n)}\b", tables) for n in told)
+    path = ROOT / "notebooks" / "draw_benchmarks.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    for name, text in module.pictures().items():
+        drawn = (ROOT / "notebooks" / name).read_text()
+        assert drawn == text, "run python notebooks/draw_benchmarks.py"
 
 
 def test_the_files_that_are_named_exist() -> None:
