@@ -275,6 +275,27 @@ def test_a_file_as_published_is_read_and_counted_as_derived_by_hand(name: str) -
         assert count_weights(config).num_bytes == pytest.approx(row["num_bytes"], rel=1e-3)
 
 
+# Without these a model has none of what they describe, or what transformers' class assumes.
+OPTIONAL = {
+    *("layer_types", "kv_source_layers", "mamba_ssm_dtype", "n_input_layers", "n_recurrent_loops"),
+    *("indexer_head_dim", "ple_layer_ids", "loop_config", "loop_num_passes"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_field_that_a_file_leaves_out_is_refused_or_changes_no_layer(name: str) -> None:
+    config = expanded(RAW[name]["config"])
+    for field in {*innermost(config)} - OPTIONAL - {"model_type"}:
+        less = changed(config, field)
+        try:
+            layers = layers_from_config(less)
+        except ValueError:
+            continue
+        assert layers == layers_from_config(config), field
+        with contextlib.suppress(ValueError):
+            count_weights(less)
+
+
 # Files of Gemma 4 and Ling name in their place what RAW and ROWS have.
 DERIVED = {kind: row["derived"] for kind, row in DEFAULTS.items() if "derived" in row}
 

@@ -48,6 +48,11 @@ N_LAYERS = {
     "max_seq_len": "max_position_embeddings",
 }
 BLOOM = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
+INKLING = {
+    "sliding_window": "sliding_window_size",
+    "sconv_kernel_size": "conv_kernel_size",
+    "model_max_length": "max_position_embeddings",
+}
 SWITCH = {"layer_switch": "sliding_window_pattern"}
 NUM_LAYERS = {"num_layers": "num_hidden_layers"}
 # Sizes that the class assumes where a published wrapper does not give them.
@@ -175,17 +180,8 @@ DENSE: Mapping[str, Family] = {
     ),
     "dory": Family(read=_dense.dory),
     **_each("minimax_m3_text minimax_m3_vl_text", Family(read=_indexed.minimax_m3)),
-    **_each(
-        "inkling_text inkling2_text",
-        Family(
-            read=_inkling.inkling,
-            names={
-                "sliding_window": "sliding_window_size",
-                "sconv_kernel_size": "conv_kernel_size",
-                "model_max_length": "max_position_embeddings",
-            },
-        ),
-    ),
+    **_each("inkling_text inkling2_text", Family(read=_inkling.inkling, names=INKLING)),
+    "inkling2_loop_text": Family(read=_inkling.inkling2_loop, names=INKLING),
     "mimo_v2_flash": Family(read=_heads.mimo_v2),
     # Heads that other fields describe.
     **_each(
@@ -254,6 +250,7 @@ STATES: Mapping[str, Family] = {
     "glm5_next_text": Family(read=_indexed.glm5_next),
     "qwen4_exp_text": Family(read=_indexed.qwen4_exp),
     "kimi_linear": Family(read=_linear.kimi_linear),
+    "lara_mini": Family(read=_linear.lara),
     "bailing_hybrid": Family(read=_linear.bailing_hybrid),
     **_each("minimax_text_01 minimax_m1 minimax", Family(read=_linear.minimax)),
     **_each("mamba falcon_mamba", Family(read=_mamba.mamba)),

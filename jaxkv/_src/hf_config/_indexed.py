@@ -138,7 +138,7 @@ def glm5_next(reader: ConfigReader, options: Options) -> Layers:
         linear.ignore("full_attn_layers", "kda_layers")
         linear.check_all_read()
     reader.ignore("linear_lower_bound", "index_kpool_always_select_tail")
-    pool, width = reader.number("index_kpool", default=1), reader.number("index_head_dim")
+    pool, width = reader.number("index_kpool"), reader.number("index_head_dim")
     block = math.lcm(options.block_size or MLA_BLOCK, pool)
     rows = pool + options.speculative_tokens
     ring = pool * (1 << (cdiv(rows, pool) - 1).bit_length())

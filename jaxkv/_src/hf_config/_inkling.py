@@ -41,6 +41,33 @@ def inkling(reader: ConfigReader, options: Options) -> Layers:
     return layers
 
 
+def inkling2_loop(reader: ConfigReader, options: Options) -> Layers:
+    """Inkling-2-Mini: some layers run several times, each time with caches of their own.
+
+    modeling_inkling2_loop.py of transformers 5.24: those of later passes follow the last layer.
+    """
+    layers, count = inkling(reader, options), reader.layer_count()
+    if reader.value("loop_config") is not None:
+        loops = reader.inner("loop_config")
+        own = {"loop_layer_index_start": "core_start", "loop_layer_index_end": "core_end"}
+        for name, short in (own | {"loop_num_passes": "num_passes"}).items():
+            reader.default(**{name: loops.value(short)})
+        loops.check_all_read()
+    first = reader.count("loop_layer_index_start", 6)
+    last = reader.count("loop_layer_index_end", 18)
+    passes = reader.number("loop_num_passes", default=3)
+    if not first <= last <= count or passes > MAX_PASSES:
+        raise reader.refusal("loop_layer_index_end", f"it must be {first} to {count}")
+    for i in range((passes - 1) * (last - first)):
+        prefix = f"layers.{first + i % (last - first)}."
+        for name in [name for name in layers if name.startswith(prefix)]:
+            layers[f"layers.{count + i}.{name.removeprefix(prefix)}"] = layers[name]
+    return layers
+
+
+MAX_PASSES = 100
+
+
 def _streams(
     reader: ConfigReader, spec: FullAttentionSpec, options: Options
 ) -> SlidingWindowMLASpec:

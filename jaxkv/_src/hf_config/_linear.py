@@ -5,12 +5,14 @@ from jaxkv._src.hf_config._build import (
     LINEAR,
     MLA,
     MLA_BLOCK,
+    SLIDING,
     Layers,
     Options,
     full_attention,
     head_size,
     latent_attention,
     name_layers,
+    sliding,
     state,
 )
 from jaxkv._src.hf_config._fields import Config
@@ -34,6 +36,22 @@ def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
     attention = full_attention(reader, options, width=width)
     layers = [(kind,) for kind in _qwen3_next_kinds(reader)]
     return name_layers(layers, {FULL: attention, LINEAR: delta_net})
+
+
+def lara(reader: ConfigReader, options: Options) -> Layers:
+    """Lara-4-Mini: gated delta nets, windows and full attention in turn, by ``layer_types``.
+
+    modeling_lara_mini.py of transformers 5.24; without the list, its pattern of five layers.
+    """
+    default = [LARA[i % len(LARA)] for i in range(reader.layer_count())]
+    kinds = reader.layer_kinds({FULL: FULL, SLIDING: SLIDING, LINEAR: LINEAR}, default)
+    attention = full_attention(reader, options)
+    window = sliding(attention, reader.number("sliding_window", default=512))
+    specs = {FULL: attention, SLIDING: window, LINEAR: qwen3_next_state(reader, options)}
+    return name_layers([(kind,) for kind in kinds], specs)
+
+
+LARA = LINEAR, SLIDING, LINEAR, FULL, SLIDING
 
 
 def qwen3_next_state(reader: ConfigReader, options: Options) -> StateSpec:

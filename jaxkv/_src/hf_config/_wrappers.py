@@ -15,8 +15,8 @@ NOT_TEXT = (
 TEXT = """
     apertus1p5 aria cohere_compass cosmos3_edge deepseek_ocr2 deepseek_v41 diffusion_gemma
     dots3_note ernie4_5_vl_moe gemma3 gemma3n gemma4 gemma4_unified glm4v glm4v_moe glm5_next
-    glm_ocr granite4_vision granite_docling hunyuan_vl hy_v4_vl inkling2 llama4 minimax_m3
-    minimax_m3_vl mistral_large4 molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni
+    glm_ocr granite4_vision granite_docling hunyuan_vl hy_v4_vl inkling2 inkling2_loop llama4
+    minimax_m3 minimax_m3_vl mistral_large4 molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni
     qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe qwen3_vl qwen3_vl_moe qwen4_exp
     unlimited_ocr
 """

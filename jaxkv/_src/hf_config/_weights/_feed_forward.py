@@ -42,7 +42,8 @@ def experts(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
     name, hidden = f"layers.{layer}.mlp", fields.hidden
     fields.read.update(DENSE_WIDTH)  # where no layer is dense
     count = fields.number(*EXPERTS, layer=layer)
-    width = fields.number(*EXPERT_WIDTH, layer=layer)
+    names = EXPERT_WIDTH[:1] if fields.first(*FIRST) else EXPERT_WIDTH  # others size dense layers
+    width = fields.number(*names, layer=layer)
     yield Matrix(f"{name}.gate", count, hidden, "other", max_ranks=WHOLE)
     # Nemotron 3 and Kimi-K3: experts behind a projection, which Kimi-K3 does not quantise.
     latent = fields.number("moe_latent_size", "routed_expert_hidden_size", default=0)
@@ -70,6 +71,8 @@ def _shared_width(fields: Fields, layer: int, width: int) -> int:
 def expert_layers(fields: Fields) -> frozenset[int]:
     """Returns the layers that have experts, by a list of them or by a rule."""
     if not fields.first(*EXPERTS):
+        if fields.first(*EXPERTS) is None and fields.first(*EXPERT_WIDTH[:1]):
+            fields.number(*EXPERTS)  # refuses
         fields.read.update((*EXPERT_WIDTH, *SHARED_WIDTH))
         return frozenset()
     listed = _listed_expert_layers(fields)

@@ -161,7 +161,7 @@ def deepseek_v41(
     layers = list(fields.listed("engram_layer_ids") or ())
     if layer in layers:
         size, heads = fields.number("engram_head_dim"), fields.number("engram_n_heads")
-        rows = (fields.listed("engram_num_embeddings") or ())[layers.index(layer)]
+        rows = fields.number("engram_num_embeddings", layer=layers.index(layer))
         yield Matrix(f"{name}.engram", rows, size, "table")
         columns = heads * (fields.number("engram_max_ngram_size") - 1)
         streams = fields.number("hc_mult", default=1) + 1
@@ -249,6 +249,7 @@ def _of_windows(fields: Fields) -> Fields:
         own = DOTS3_WINDOWS
     fields.read.update(f"swa_{name}" for name in own)
     if "head_dim" in own and "qk_rope_head_dim" not in own:
+        own = {"qk_nope_head_dim": DOTS3_WINDOWS["qk_nope_head_dim"], **own}
         own["qk_rope_head_dim"] = own["head_dim"] - own["qk_nope_head_dim"]
     return dataclasses.replace(fields, values={**fields.values, **own})
 

@@ -76,6 +76,7 @@ TRAITS = {
     "qwen3_next": Traits(query_gate=True, states=gated_delta_net),
     "qwen3_5_text": Traits(query_gate=True, states=gated_delta_net),
     "qwen3_5_moe_text": Traits(query_gate=True, states=gated_delta_net),
+    "lara_mini": Traits(tied=True, states=gated_delta_net),
     "olmo_hybrid": Traits(states=gated_delta_net),
     "bailing_hybrid": Traits(states=bailing),
     "kimi_linear": Traits(states=kimi_delta),
