@@ -99,14 +99,18 @@ def load(model: pathlib.Path) -> Chat:
     return Chat(config, params, tokenizer, template, special, stops)
 
 
-def make_engine(chat: Chat, max_requests: int = 1) -> jaxkv.Engine:
+def make_engine(chat: Chat, max_requests: int = 1, **options: Any) -> jaxkv.Engine:
     """Returns an engine whose steps have few shapes."""
     layers = jaxkv.layers_from_config(chat.config)
     longest = min(chat.config["max_position_embeddings"], 2048)
     memory = hugging_face.cache_memory(chat.params)
     plan = jaxkv.plan_cache(layers, memory, max_model_len=longest)
-    model = functools.partial(hugging_face.forward, chat.config)
-    return jaxkv.Engine(model, chat.params, plan, max_requests=max_requests, max_tokens=64)
+    model, head = (
+        functools.partial(part, chat.config)
+        for part in (hugging_face.hidden_states, hugging_face.head)
+    )
+    options |= {"head": head, "max_requests": max_requests, "max_tokens": 64}
+    return jaxkv.Engine(model, chat.params, plan, **options)
 
 
 def answer(engine: jaxkv.Engine, chat: Chat, messages: list[dict[str, str]]) -> Iterator[str]:

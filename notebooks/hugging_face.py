@@ -76,8 +76,8 @@ def _under(flat: dict[str, Array], prefix: str) -> dict[str, Array]:
     return {name.removeprefix(prefix).removesuffix(".weight"): flat[name] for name in names}
 
 
-def forward(config: Config, params: dict[str, Any], step: jaxkv.StepContext) -> Array:
-    """Computes the tokens of a step; returns f32[B, vocab], the logits of the last ones."""
+def hidden_states(config: Config, params: dict[str, Any], step: jaxkv.StepContext) -> Array:
+    """Returns the hidden states of a step's tokens, [T, hidden_size]."""
     eps, gemma = config["rms_norm_eps"], is_gemma(config)
     x = params["embed"][step.token_ids]
     if gemma:
@@ -94,9 +94,14 @@ def forward(config: Config, params: dict[str, Any], step: jaxkv.StepContext) -> 
         gate = jax.nn.gelu(gate, approximate=True) if gemma else jax.nn.silu(gate)
         out = (gate * (h @ layer["mlp.up_proj"])) @ layer["mlp.down_proj"]
         x = x + (norm(out, "post_feedforward") if gemma else out)
-    x = rms_norm(x[step.last_tokens], params["norm"], eps)
-    head = params["head"] if "head" in params else params["embed"].T
-    return (x @ head).astype(jnp.float32)
+    return x
+
+
+def head(config: Config, params: dict[str, Any], hidden: Array) -> Array:
+    """Returns the logits of hidden states, f32[N, vocab]."""
+    hidden = rms_norm(hidden, params["norm"], config["rms_norm_eps"])
+    weights = params["head"] if "head" in params else params["embed"].T
+    return (hidden @ weights).astype(jnp.float32)
 
 
 def layer_names(config: Config) -> list[str]:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.record_real_model import LONG, NUM_TOKENS, TEXTS
+from jaxkv.logits_processors import MinTokens, RepetitionPenalty
+from tests.record_real_model import LONG, MIN_TOKENS, NUM_TOKENS, REPETITION_PENALTY, TEXTS
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "notebooks"))
@@ -72,6 +73,29 @@ def test_four_samples_have_the_log_probabilities_of_transformers(engine: jaxkv.E
     assert len(outputs) == 4
     for output in outputs:
         np.testing.assert_allclose(output.logprobs, [logprob_of[output.tokens[0]]], atol=1e-4)
+
+
+def test_prompts_have_the_log_probabilities_of_transformers(engine: jaxkv.Engine) -> None:
+    """The second time over prefixes that are cached."""
+    prompts = [one["prompt"] for one in RECORDED["texts"]]
+    sampling = jaxkv.Sampling(max_tokens=1, prompt_logprobs=1)
+    for output in [*engine.generate(prompts, sampling), *engine.generate(prompts, sampling)]:
+        recorded, told = RECORDED["prompt_logprobs"][output.request], output.prompt_logprobs
+        assert told is not None and output.prompt_top_logprobs is not None and np.isnan(told[0])
+        np.testing.assert_allclose(told[1:], recorded["logprobs"], atol=1e-4)
+        likeliest = output.prompt_top_logprobs.token_ids[1:, 0]
+        np.testing.assert_array_equal(likeliest, recorded["likeliest"])
+
+
+def test_penalties_are_those_of_transformers(model: chat.Chat) -> None:
+    vocab = model.tokenizer.get_vocab_size()
+    processors = RepetitionPenalty(vocab), MinTokens(vocab)
+    engine = chat.make_engine(model, max_requests=4, logits_processors=processors)
+    asked = {RepetitionPenalty: REPETITION_PENALTY, MinTokens: (MIN_TOKENS, [*model.stops])}
+    given = {"max_tokens": NUM_TOKENS, "stop_token_ids": model.stops, "processors": asked}
+    prompts = [one["prompt"] for one in RECORDED["texts"]]
+    outputs = {o.request: o for o in engine.generate(prompts, jaxkv.Sampling(**given))}
+    assert [list(outputs[at].tokens) for at in range(20)] == RECORDED["penalized"]
 
 
 def test_texts_become_the_tokens_of_transformers(model: chat.Chat) -> None:

@@ -31,6 +31,7 @@ It was a dark and stormy night;""".split("\n")
 LONG = " ".join(f"Line {i}: the number of line {i} is {i * i}." for i in range(70))
 CHAT = ["What is gravity?", "Say that again in one short sentence, for a child."]
 NUM_TOKENS = 32
+REPETITION_PENALTY, MIN_TOKENS = 1.3, 8
 
 
 def main(file: pathlib.Path) -> None:
@@ -41,9 +42,16 @@ def main(file: pathlib.Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
-    def continued(ids: list[int]) -> list[int]:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=NUM_TOKENS, do_sample=False)
-        return out[0, len(ids) :].tolist()
+    def continued(ids: list[int], **options: object) -> list[int]:
+        options |= {"max_new_tokens": NUM_TOKENS, "do_sample": False}
+        return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+    def prompt_logprobs(ids: list[int]) -> dict[str, list[float] | list[int]]:
+        """Returns the log-probability of each token after the first, and the likeliest there."""
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
+        logprob = logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+        return {"logprobs": logprob.tolist(), "likeliest": logprobs.argmax(-1).tolist()}
 
     prompts = [tokenizer(text)["input_ids"] for text in [*TEXTS, LONG]]
     messages, turns = [], []
@@ -55,8 +63,11 @@ def main(file: pathlib.Path) -> None:
         messages.append({"role": "assistant", "content": said})
     with torch.no_grad():
         logits = model(torch.tensor([prompts[0]])).logits[0, -1]
+    penalized = {"repetition_penalty": REPETITION_PENALTY, "min_new_tokens": MIN_TOKENS}
     recorded = {
         "transformers": transformers.__version__,
+        "prompt_logprobs": [prompt_logprobs(ids) for ids in prompts],
+        "penalized": [continued(ids, **penalized) for ids in prompts],
         "texts": [{"prompt": ids, "tokens": continued(ids)} for ids in prompts],
         "turns": turns,
         "logprobs": torch.log_softmax(logits, -1).topk(50).values.tolist(),

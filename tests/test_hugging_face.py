@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,9 +36,9 @@ def guide(name: str) -> Any:
 hugging_face, random_checkpoint = guide("hugging_face"), guide("random_checkpoint")
 
 
-def in_full(config: Any, params: Any, step: jaxkv.StepContext) -> jax.Array:
+def in_full(part: Callable[..., jax.Array], *args: Any) -> jax.Array:
     with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
-        return hugging_face.forward(config, params, step)
+        return part(*args)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,9 +48,11 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path) -> None:
     config, params = hugging_face.load(tmp_path)
     layers = jaxkv.layers_from_config(config)
     plan = jaxkv.plan_cache(layers, 2**20, max_model_len=config["max_position_embeddings"])
-    engine = jaxkv.Engine(
-        functools.partial(in_full, config), params, plan, max_requests=4, max_tokens=16
+    model, head = (
+        functools.partial(in_full, part, config)
+        for part in (hugging_face.hidden_states, hugging_face.head)
     )
+    engine = jaxkv.Engine(model, params, plan, head=head, max_requests=4, max_tokens=16)
     beginnings = [ids[: n + 1] for ids in PROMPTS for n in range(len(ids))]
     logits = np.concatenate(json.loads(GOLDEN.read_text())[kind])
     wanted = jax.nn.log_softmax(logits)

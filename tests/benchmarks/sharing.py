@@ -16,7 +16,7 @@ from tests.benchmarks.attention import FP8, AttentionSpec, make_arrays
 from tests.benchmarks.timing import Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
 
-ROOM = 8  # groups that fit into an upload
+ROOM = 8  # groups that fit into an upload, at least
 
 
 class SharingSpec(NamedTuple):
@@ -52,6 +52,7 @@ class SharingSpec(NamedTuple):
 SPECS = (
     SharingSpec("8 x 8, 8k shared + 512", 8, 8, 8192, 512),
     SharingSpec("64 of one prompt, 8k shared + 512", 1, 64, 8192, 512),
+    SharingSpec("32 x 8, 1k shared + 320", 32, 8, 1024, 320),
     SharingSpec("fp8, 8 x 8, 8k shared + 512", 8, 8, 8192, 512, 64, FP8),
     SharingSpec("fp8, 64 of one prompt, 8k + 512", 1, 64, 8192, 512, 64, FP8),
     SharingSpec("64 x 8k, nothing shared", 8, 8, 0, 8192, listed=False),
@@ -91,7 +92,7 @@ def _shared_tables(spec: SharingSpec, tables: np.ndarray) -> jax.Array:
 
 
 def _lists(spec: SharingSpec) -> SharedPrefixes:
-    count, groups = spec.groups * spec.size, np.arange(ROOM) + 1
+    count, groups = spec.groups * spec.size, np.arange(max(ROOM, spec.groups)) + 1
     members = np.arange(count) if spec.listed else np.full(count, -1)
     ends = np.minimum(groups, spec.groups) * spec.size * spec.listed
     lens = np.where(groups <= spec.groups, spec.shared, 0) * spec.listed
