@@ -32,6 +32,7 @@ from pallas_kernels._paged_attention.requests import SharedPrefixes
 from pallas_kernels._paged_attention.rounds import in_rounds
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import (
+    PackedRows,
     SharedSplits,
     SharedTiles,
     own_tiles,
@@ -181,12 +182,13 @@ def _attend_shared(
     rows_config = config.replace(group=1, causal=False)
     shape = _prefill_shape(arrays, rows_config)
     workers = max(1, _capability.max_thread_blocks(1) // config.kv_heads)
-    tiles, spans = split_shared(arrays, config, parts.tiles, shape.keys, workers)
-    queries = shared_queries(arrays.queries, parts, config, QUERIES).astype(shape.compute)
+    rows = PackedRows.from_tiles(config, parts)
+    given = parts.tiles, rows.first_rows, shape.keys, workers
+    tiles, spans = split_shared(arrays, config, *given)
+    queries = rows.take(arrays.queries, config).astype(shape.compute)
     inputs = _prefill_arrays(arrays._replace(sinks=None), rows_config, tiles)
-    flat = queries.reshape(-1, *queries.shape[2:])
     num_splits = tiles.shape[0]
-    splits = prefill(shape, inputs, flat, arrays.pages, num_splits=num_splits)
+    splits = prefill(shape, inputs, queries, arrays.pages, num_splits=num_splits)
     splits = PartialSoftmax(*splits)
     common = SharedSplits.from_tiles(config, parts, spans, splits)
     tiles = own_tiles(arrays, config, parts)

@@ -39,6 +39,37 @@ class SharedTiles(NamedTuple):
     lens: Int32[Array, " requests"]
 
 
+class PackedRows(NamedTuple):
+    """Rows of shared tiles one after another; each tile begins at a multiple of 8.
+
+    requests, heads: the request of each row, and the query head within its KV head; any, of rows
+      to spare, of which there are enough for a tile to be read from any row on.
+    first_rows: the first row of each tile.
+    """
+
+    requests: Int32[Array, " rows"]
+    heads: Int32[Array, " rows"]
+    first_rows: Int32[Array, " tiles"]
+
+    @classmethod
+    def from_tiles(cls, config: Config, shared: SharedTiles) -> Self:
+        stride, counts = row_stride(config), shared.tiles.counts
+        sizes = -(-counts * stride // 8) * 8
+        ends = running_sum(sizes)
+        num_rows = shared.request_tiles.shape[0] * stride + 8 * counts.shape[0] + QUERIES
+        row = jnp.arange(num_rows)
+        tile = jnp.minimum(count_ended(ends, row), counts.shape[0] - 1)
+        within = row - (ends - sizes)[tile]
+        slot = jnp.minimum(within // stride, shared.tiles.size - 1)
+        heads = jnp.minimum(within % stride, config.group - 1)
+        return cls(shared.requests[tile, slot], heads, ends - sizes)
+
+    def take(self, queries: Array, config: Config) -> Array:
+        """Returns the rows of queries, [rows, kv_heads, K]."""
+        by_group = queries.reshape(-1, config.kv_heads, config.group, config.key_width)
+        return by_group[self.requests, :, self.heads]
+
+
 class SharedSplits(NamedTuple):
     """The splits of shared tiles, and which of them each request takes a part in.
 
@@ -130,11 +161,17 @@ def tile_shared(
 
 
 def split_shared(
-    arrays: AttentionArrays, config: Config, tiles: QueryTiles, keys: int, workers: int
+    arrays: AttentionArrays,
+    config: Config,
+    tiles: QueryTiles,
+    first_rows: Array,
+    keys: int,
+    workers: int,
 ) -> tuple[Array, Array]:
     """Divides the keys of N tiles into about as many equal splits as there are workers.
 
     Args:
+      first_rows: int32[N], of each tile among the queries, a multiple of 8.
       keys: keys of a step.
 
     Returns:
@@ -154,7 +191,7 @@ def split_shared(
     kv_split = PrefillTile(
         index=index,
         request=tiles.requests[tile_index],
-        octet=tile_index * (QUERIES // 8),
+        octet=first_rows[tile_index] // 8,
         count=tiles.counts[tile_index] * row_stride(config),
         end=tiles.ends[tile_index],
         first_step=first,

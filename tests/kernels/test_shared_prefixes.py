@@ -158,7 +158,8 @@ def test_each_request_that_shares_has_one_slot_in_the_tiles_of_its_group(monkeyp
     @jax.jit
     def tile(lens, *shared):
         arrays = given._replace(seq_lens=lens)
-        return shared_tiles.tile_shared(arrays, rule, SharedPrefixes(*shared))
+        parts = shared_tiles.tile_shared(arrays, rule, SharedPrefixes(*shared))
+        return parts, shared_tiles.PackedRows.from_tiles(rule, parts)
 
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -166,8 +167,9 @@ def test_each_request_that_shares_has_one_slot_in_the_tiles_of_its_group(monkeyp
         members, lens = rng.permutation(batch), rng.integers(0, 4 * STEP, batch)
         tokens = rng.integers(0, 4 * STEP, GROUPS)
         padded = np.where(np.arange(batch) < cuts[-1], members, -1)
-        found = jax.tree.map(np.asarray, tile(*map(as_ids, (lens, padded, cuts, tokens))))
-        slots = {}
+        given_ids = map(as_ids, (lens, padded, cuts, tokens))
+        found, packed = jax.tree.map(np.asarray, tile(*given_ids))
+        slots, rows = {}, dict[int, int]()
         for group, of_group in enumerate(np.split(members, cuts)[:-1]):
             shared = max(0, min([tokens[group], *lens[of_group] - 1])) // STEP * STEP
             for member in of_group.tolist() if shared else ():
@@ -175,6 +177,12 @@ def test_each_request_that_shares_has_one_slot_in_the_tiles_of_its_group(monkeyp
                 assert found.requests[at] == member and at[1] < found.tiles.counts[at[0]]
                 assert found.tiles.requests[at[0]] == of_group[0]
                 assert found.lens[member] == found.tiles.ends[at[0]] == shared
+                first = packed.first_rows[at[0]]
+                assert first % 8 == 0 and first + 128 <= packed.requests.size
+                for head in range(rule.group):
+                    row = first + at[1] * shared_tiles.row_stride(rule) + head
+                    assert (packed.requests[row], packed.heads[row]) == (member, head)
+                    assert rows.setdefault(row, member) == member
         assert found.tiles.counts.sum() == len({*slots.values()}) == len(slots)
         alone = as_ids([request for request in range(batch) if request not in slots])
         assert (found.request_tiles[alone] == -1).all() and not found.lens[alone].any()
@@ -200,7 +208,8 @@ def test_splits_take_each_step_of_a_shared_part_once_and_are_equally_long(worker
         given = forms[0]._replace(block_tables=tables, seq_lens=lens)
         of_tiles = requests, zeros, zeros, counts
         tiles = shared_tiles.QueryTiles(40, *of_tiles, *[zeros] * 4, ends, zeros, zeros)
-        splits = shared_tiles.split_shared(given, rule, tiles, keys, workers)
+        first_rows = jnp.arange(4) * 128
+        splits = shared_tiles.split_shared(given, rule, tiles, first_rows, keys, workers)
         return *splits, has_holes(given, rule, tiles)
 
     num_holed = 0
