@@ -138,6 +138,23 @@ def widen(array: Array, dtype: DTypeLike) -> Array:
     return value if dtype == jnp.float16 else value.astype(jnp.float32).astype(dtype)
 
 
+def widen_finite(array: Array) -> Array:
+    """Returns float8_e4m3fn as bfloat16, and 480 for NaN, which other conversions keep."""
+    bits = lax.bitcast_convert_type(array, jnp.uint8).astype(jnp.uint16)
+    moved = ((bits & 0x7F) << 4) | (
+        (bits & 0x80) << 8
+    )  # of a bfloat16, but for the exponent's bias
+    return lax.bitcast_convert_type(moved, jnp.bfloat16) * 2.0**120
+
+
+def widen_halves(array: Array, dtype: DTypeLike) -> list[Array]:
+    """Returns the lower and the upper 4 bits of bytes, less 8, in 16 bits."""
+    bits, is_half = array.astype(jnp.uint16), dtype == jnp.float16
+    one, bias = (0x6400, 1024 + 8) if is_half else (0x4300, 128 + 8)  # the exponent of a unit of 1
+    parts = [(half & 0xF) | one for half in (bits, bits >> 4)]
+    return [lax.bitcast_convert_type(part, dtype) - bias for part in parts]
+
+
 def full_like(array: Array, value: float) -> Array:
     """Returns an array of one value, like another one of a kernel.
 

@@ -108,7 +108,7 @@ def lower(run: Any, arguments: Any, where: Any = None) -> tuple[Any, list[str]]:
 # --- kernels --------------------------------------------------------------------------
 
 struct = jax.ShapeDtypeStruct
-BF16, F32, FP8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
+BF16, F32, FP8, U8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.uint8
 IDS = struct((4,), jnp.int32)
 STARTS = struct((5,), jnp.int32)
 TABLES = struct((4, 64), jnp.int32)
@@ -139,6 +139,7 @@ def attend(
     return kernels.paged_attention(queries, pages, requests, rule)
 
 
+BY_HEADS: list[Any] = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
 # Heads, KV heads, width and page of models: GPT-OSS, Qwen3.5, Phi-2 and Llama-3.1.
 DECODES = [(64, 8, 64, 16), (16, 2, 256, 16), (32, 32, 80, 16), (32, 8, 128, 32)]
 
@@ -149,6 +150,17 @@ def attention() -> Iterator[tuple[str, Any, Any]]:
             queries, pages = struct((4, heads, width), BF16), (99, page, kv_heads, 2 * width)
             given = queries, struct(pages, dtype), TABLES, IDS
             yield f"decode of {heads}/{kv_heads} x {width}, {dtype.__name__}", attend, given
+    for packing in BY_HEADS:
+        for heads, kv_heads, width, page in DECODES:
+            if width % 64 == 0:
+                row = kernels.TokenHeadRow(packing, kv_heads, width, width)
+                given = struct((4, heads, width), BF16), struct((99, page, 1, row.row_bytes), U8)
+                decode = functools.partial(attend, row_packing=row)
+                yield (
+                    f"decode of {heads}/{kv_heads} x {width}, {packing}",
+                    decode,
+                    (*given, TABLES, IDS),
+                )
     drafts = functools.partial(attend, max_query_len=4)
     pages = struct((99, 16, 8, 256), BF16)
     yield "drafts", drafts, (struct((16, 32, 128), BF16), pages, TABLES, IDS, STARTS)

@@ -24,6 +24,7 @@ CASES = (
     ("heads", "bf16"),
     ("heads", "fp8_e4m3"),
     ("positions", "fp8_e4m3"),
+    ("heads", "int4_per_token_head"),
 )
 # A prompt in chunks, next to decodes; drafts of four tokens; decodes alone.
 STEPS = ({"a": 96}, {"a": 90, "b": 3}, {"a": 1, "b": 4, "c": 80}, *[{"a": 1, "b": 1, "c": 1}] * 3)
@@ -88,7 +89,7 @@ def on_one_device(dtype: str) -> list[np.ndarray]:
 
 
 @pytest.mark.skipif(RANKS == 1, reason="needs two devices")
-@pytest.mark.parametrize(("divided", "dtype"), CASES if ON_GPU else CASES[:1])
+@pytest.mark.parametrize(("divided", "dtype"), CASES if ON_GPU else (CASES[0], CASES[-1]))
 def test_all_devices_of_a_mesh_attend_as_one_device_does(divided: str, dtype: str) -> None:
     """Weights add up to 1, values are below 5, and both sides round each to 16 bits twice."""
     mesh = Mesh(np.array(DEVICES[:RANKS]), ("axis",))

@@ -1,5 +1,6 @@
 """Keys and values in 8 and 4 bits with a scale for each token and head: the rule of their rows."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 import jaxkv
 from pallas_kernels import TokenHeadRow
+from tests.engine_models import SPECS, VOCAB, forward, make_params
 from tests.reference_token_heads import BY_HEADS, pack_by_heads, unpack_by_heads
 
 HEADS, KEY, VALUE = 3, 6, 4
@@ -84,6 +86,44 @@ def test_sizes_of_one_and_the_scales_of_a_layer_that_has_its_own(dtype: str) -> 
     read = [np.asarray(array)[0, 0] for array in jaxkv.read_tokens(cache, "layer", batch)]
     np.testing.assert_allclose(read, [keys[0], values[0]], rtol=2.0**-22)
     np.testing.assert_allclose(out, values, rtol=2.0**-22)
+
+
+ENGINE_LAYERS = {
+    "full": dataclasses.replace(SPECS["full"], dtype="int8_per_token_head"),
+    "window": dataclasses.replace(SPECS["window"], dtype="int4_per_token_head"),
+}
+
+
+def make_engine(num_blocks: int, **options: Any) -> jaxkv.Engine:
+    sizes: dict[str, Any] = {"max_model_len": 48, "num_blocks_override": num_blocks}
+    limits = jaxkv.Limits(max_in_flight_tokens=16)
+    plan = jaxkv.plan_cache(ENGINE_LAYERS, 2**30, limits=limits, **sizes)
+    memory = {"host_memory": jaxkv.HostMemory(num_bytes=2**20, min_tokens=1)} if options else {}
+    return jaxkv.Engine(forward, make_params(), plan, max_requests=4, max_tokens=8, **memory)
+
+
+def test_tokens_and_their_scales_stay_together_wherever_blocks_go() -> None:
+    """Prefixes, copies for samples, preemption, host memory, and sleep: all move whole rows."""
+    rng = np.random.default_rng(0)
+    start = rng.integers(0, VOCAB, 13).tolist()
+    prompts = [start + rng.integers(0, VOCAB, n).tolist() for n in (2, 9, 14, 1, 7, 11)]
+    sampling = jaxkv.Sampling(max_tokens=12, n=2, temperature=1.0, seed=0, logprobs=True)
+
+    def served(engine: jaxkv.Engine) -> list[jaxkv.Output]:
+        return sorted(engine.generate(prompts, sampling), key=lambda o: (o.request, o.sample))
+
+    engine, wanted = make_engine(17, host=True), served(make_engine(200))
+    for turn in range(2):
+        outputs = served(engine)
+        assert [o.tokens for o in outputs] == [o.tokens for o in wanted]
+        for got, expected in zip(outputs, wanted, strict=True):
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=0.05)
+        if not turn:
+            engine.sleep(1)
+            engine.wake_up()
+    offloaded = engine.manager.offload_stats()
+    assert offloaded is not None and offloaded.stored_blocks and offloaded.loaded_blocks
+    assert engine.stats.preemptions and engine.stats.cached_tokens
 
 
 def test_a_dtype_of_rows_is_no_dtype_of_numbers() -> None:

@@ -15,6 +15,13 @@ from pallas_kernels._paged_attention.partial import PartialSoftmax as PartialSof
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.steps import Steps
 
+# Four numbers a row, in the threads that have the row in the layout of wgmma.
+FOURS = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))),
+    warp_dims=(-7,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
 LOG2E = math.log2(math.e)
 
 

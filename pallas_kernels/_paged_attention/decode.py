@@ -71,7 +71,7 @@ def decode(
     results = (tasks.num_splits, config.kv_heads, rows)
     call = plgpu.kernel(
         lambda *refs: _Decoder(
-            shape, DecodeOperands.from_refs(*refs[:-1], finishes=outputs is not None), refs[-1]
+            shape, DecodeOperands.from_refs(*refs[:-1], shape=shape), refs[-1]
         ).run(),
         out_type=[
             jax.ShapeDtypeStruct(
@@ -88,7 +88,11 @@ def decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     first_row = pages.first_row().reshape(1)
-    arrays = [tasks.tiles, tasks.workers, tables, queries, numbers, first_row, pages.rows()]
+    arrays = [tasks.tiles, tasks.workers, tables, queries, numbers, first_row]
+    if config.token_head_row is None:
+        arrays.append(pages.rows())
+    else:
+        arrays += [pages.rows_as(dtype) for dtype in (shape.page, "float32")]
     return PartialSoftmax(*call_unfused(call, arrays, outputs or ()))
 
 

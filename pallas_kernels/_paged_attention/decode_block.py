@@ -3,11 +3,12 @@
 import math
 from typing import NamedTuple, Self
 
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, Scratch, tiled, tiled_by
 from pallas_kernels._paged_attention.copies import copies_of
-from pallas_kernels._paged_attention.decode_shape import DecodeShape
+from pallas_kernels._paged_attention.decode_shape import SCALES, DecodeShape
 from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.tasks import STEP
 
@@ -34,16 +35,16 @@ class DecodeOperands(NamedTuple):
     numbers: Ref
     first_row: Ref
     pages: Ref
+    scales: Ref | None
     outputs: Outputs | None
     splits: PartialSoftmax[Ref]
 
     @classmethod
-    def from_refs(cls, *refs: Ref, finishes: bool) -> Self:
-        tiles, workers, tables, queries, numbers, first_row, pages, *outputs, out, high, total = (
-            refs
-        )
-        arrays = tiles, workers, tables, queries, numbers, first_row, pages
-        written = Outputs(*outputs) if finishes else None
+    def from_refs(cls, *refs: Ref, shape: DecodeShape) -> Self:
+        tiles, workers, tables, queries, numbers, first_row, pages, *rest, out, high, total = refs
+        scales = None if shape.config.token_head_row is None else rest.pop(0)
+        arrays = tiles, workers, tables, queries, numbers, first_row, pages, scales
+        written = Outputs(*rest) if shape.finishes else None
         return cls(*arrays, written, PartialSoftmax(out, high, total))
 
 
@@ -55,7 +56,8 @@ class DecodeScratch[T](NamedTuple):
     weights: of the keys of a step.
     staged: some rows of the output, for each window of values; none if tiles are not finished.
     loaded_full, query_full: barriers of copies by TMA; None for others.
-    widened: 8-bit values in 16 bits; None for 16-bit pages.
+    widened: values of 8 or 4 bits in 16 bits; None for 16-bit pages.
+    scales: stages of the scales of keys and values; None if tokens have none of their own.
     """
 
     loaded: T
@@ -65,22 +67,28 @@ class DecodeScratch[T](NamedTuple):
     loaded_full: T
     query_full: T
     widened: T
+    scales: T
 
     @classmethod
     def from_shape(cls, shape: DecodeShape) -> "DecodeScratch[Scratch]":
-        config, width = shape.config, shape.config.row_width
-        align = math.gcd(config.key_width, config.value_width)
+        config, row = shape.config, shape.config.token_head_row
+        # Elements of 4 bits are those of a half of a key or of a value.
+        align = math.gcd(*config.stored_widths)
         copies = copies_of(shape)
+        num_copies = shape.steps.granules * (1 if row is None else 2)
         return cls(
-            loaded=tiled_by((shape.stages, STEP, width), shape.page, shape.swizzle),
+            loaded=tiled_by((shape.stages, STEP, shape.width), shape.page, shape.swizzle),
             query=tiled((shape.rows, config.key_width), shape.compute, align),
-            weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
+            weights=tiled((shape.rows, STEP), shape.value_compute, math.gcd(align, STEP)),
             staged=[
                 plgpu.SMEM((shape.staged, width), config.out_dtype)
                 for _, width in config.value_parts
                 if shape.finishes
             ],
-            loaded_full=copies.barrier(shape.stages, shape.steps.granules),
+            loaded_full=copies.barrier(shape.stages, num_copies),
             query_full=copies.barrier(1, 1),
-            widened=tiled((STEP, config.value_width), shape.compute) if shape.widens else None,
+            widened=tiled((STEP, config.value_width), shape.value_compute, config.stored_widths[1])
+            if shape.widens
+            else None,
+            scales=None if row is None else plgpu.SMEM((shape.stages, STEP, SCALES), jnp.float32),
         )

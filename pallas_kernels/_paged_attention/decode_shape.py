@@ -10,6 +10,7 @@ from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.steps import Steps
 from pallas_kernels._paged_attention.tasks import STEP
 from pallas_kernels._paged_attention.tiles import AttentionArrays
+from pallas_kernels._paged_attention.token_heads import TokenHeadRow
 
 LOOKAHEAD_BYTES = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
 STAGES = 2  # steps that a thread block prefetches, if they fit
@@ -19,6 +20,7 @@ SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
 SWIZZLES = 128, 64, 32
 TILE_ROWS = 8
 WARPS = 4
+SCALES = 4  # float32 of a key and a value of 2 heads, which a copy of 16 bytes brings
 # mma is as fast as wgmma for few rows; with 64, each warp loads so many that it takes 1.1 times.
 MAX_MMA_ROWS = 16
 PREFILL_ROWS = 64  # queries of a warpgroup in the kernel for many; fewer tokens do not take it
@@ -30,7 +32,7 @@ class DecodeShape(NamedTuple):
 
     rows: query heads of a tile, a multiple of 8.
     page: dtype of the pages.
-    compute: 16-bit dtype of the products.
+    compute: 16-bit dtype of the products with keys, and with values if these have no scales.
     by_tma: whether pages are copied by TMA; else by cp.async.
     by_wgmma: whether products are by wgmma; else by mma.
     finishes: whether a tile that one thread block serves whole is finished there.
@@ -50,6 +52,20 @@ class DecodeShape(NamedTuple):
         return self.page.itemsize == 1
 
     @property
+    def value_compute(self) -> jnp.dtype:
+        """Returns the 16-bit dtype of weights and values.
+
+        In float16, weights times the scales of their values could be 0 or infinite.
+        """
+        by_heads = self.config.token_head_row is not None
+        return jnp.dtype(jnp.bfloat16) if by_heads else self.compute
+
+    @property
+    def width(self) -> int:
+        """Returns the stored elements of a key and its value."""
+        return sum(self.config.stored_widths)
+
+    @property
     def staged(self) -> int:
         """Returns the rows of the output that are written at once."""
         return math.gcd(self.rows, 32) if self.finishes else 0
@@ -57,7 +73,7 @@ class DecodeShape(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Returns the bytes of a key and its value."""
-        return self.config.row_width * self.page.itemsize
+        return self.width * self.page.itemsize
 
     @property
     def swizzle(self) -> int:
@@ -65,8 +81,10 @@ class DecodeShape(NamedTuple):
 
         The warps that copy a granule by cp.async need tiles for all of them.
         """
-        config, rows = self.config, self.steps.granule // TILE_ROWS
-        widest = math.gcd(128, math.gcd(config.key_width, config.value_width) * self.page.itemsize)
+        row, rows = self.config.token_head_row, self.steps.granule // TILE_ROWS
+        widest = math.gcd(128, *[width * self.page.itemsize for width in self.config.stored_widths])
+        if row is not None:
+            widest = math.gcd(widest, row.row_bytes)
         if self.by_tma:
             return widest
         for swizzle in [width for width in SWIZZLES if width <= widest]:
@@ -104,6 +122,7 @@ class DecodeShape(NamedTuple):
             rows * config.key_width * 2,  # queries
             rows * STEP * 2,  # weights
             self.widens * STEP * config.value_width * 2,
+            (config.token_head_row is not None) * stages * STEP * SCALES * 4,
             *[self.staged * width * config.out_dtype.itemsize for _, width in config.value_parts],
         ]
         aligned = sum(-(-size // SHARED_ALIGN) * SHARED_ALIGN for size in arrays)
@@ -114,7 +133,7 @@ def decode_shape(
     arrays: AttentionArrays, config: Config, rows: int, finishes: bool = False
 ) -> DecodeShape:
     """Returns the constants of a call for tiles of so many query heads, rounded up."""
-    page, compute = page_and_compute_dtype(arrays)
+    page, compute = page_and_compute_dtype(arrays, config.token_head_row)
     # With 8-bit pages, finishing takes registers that one more thread block on an SM needs, and
     # without TMA it takes stores of single elements.
     instructions, rows = _capability.instructions_of("decode"), -(-rows // 8) * 8
@@ -123,7 +142,7 @@ def decode_shape(
     by_wgmma &= not config.reproducible  # bits must not depend on the queries of a request
     return DecodeShape(
         config,
-        step_sizes(arrays, STEP),
+        step_sizes(arrays, STEP, config.token_head_row),
         rows,
         page,
         compute,
@@ -163,20 +182,23 @@ def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Ke
         return ["latents", "combine_latents"]
     has_many = may_have_many(arrays, config, decode_size(arrays, config))
     has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
-    if not has_prefill or _capability.instructions_of("prefill") is None:
+    by_decode = config.token_head_row is not None or _capability.instructions_of("prefill") is None
+    if not has_prefill or by_decode:
         return ["decode", "combine"]  # prompts too, if need be
     return ["decode", "combine", "prefill"]
 
 
-def page_and_compute_dtype(arrays: AttentionArrays) -> tuple[jnp.dtype, jnp.dtype]:
+def page_and_compute_dtype(
+    arrays: AttentionArrays, row: TokenHeadRow | None = None
+) -> tuple[jnp.dtype, jnp.dtype]:
     """Returns the dtype of pages and the 16-bit dtype of products; 8-bit floats need float16."""
-    page = jnp.dtype(arrays.pages.dtype)
+    page = jnp.dtype(arrays.pages.dtype if row is None else row.elements)
     is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
     return page, jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype
 
 
-def step_sizes(arrays: AttentionArrays, size: int) -> Steps:
-    pages = arrays.pages
+def step_sizes(arrays: AttentionArrays, size: int, row: TokenHeadRow | None = None) -> Steps:
+    pages, width = arrays.pages, arrays.pages.width if row is None else row.head_bytes
     return Steps(
         size,
         page_tokens=pages.tokens,
@@ -184,5 +206,5 @@ def step_sizes(arrays: AttentionArrays, size: int) -> Steps:
         width=arrays.block_tables.shape[1],
         page_rows=pages.page_rows,
         head_rows=pages.head_rows,
-        head_columns=0 if pages.heads_first else pages.width,
+        head_columns=0 if pages.heads_first else width,
     )

@@ -8,15 +8,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float32
 
-from pallas_kernels._mosaic import Ref, add_by_mma, full_like, widen
+from pallas_kernels._mosaic import Ref, add_by_mma, full_like, widen, widen_finite, widen_halves
 from pallas_kernels._paged_attention import common
 from pallas_kernels._paged_attention.common import multiply
 from pallas_kernels._paged_attention.copies import copies_of
 from pallas_kernels._paged_attention.decode_block import COLUMNS, DecodeOperands, DecodeScratch
-from pallas_kernels._paged_attention.decode_shape import DecodeShape
+from pallas_kernels._paged_attention.decode_shape import SCALES, DecodeShape
 from pallas_kernels._paged_attention.tasks import STEP, Tile
+from pallas_kernels._paged_attention.token_heads import SCALE_BYTES
 
 NARROW = plgpu.Layout.WGMMA_8BIT
+HEADS = SCALES // 2  # whose scales are copied together
 
 
 class RunningSoftmax(NamedTuple):
@@ -49,7 +51,7 @@ class DecodeSteps:
         self.operands, self.smem, self.copies = operands, scratch, copies_of(shape)
         self.head, self.worker = lax.axis_index("head"), lax.axis_index("worker")
         self.first_row, column = self.steps.head(operands.first_row[0], self.head)
-        self.columns = pl.ds(column, self.config.row_width)
+        self.columns = pl.ds(column, shape.width)
 
     def _start(self) -> RunningSoftmax:
         rows, columns = plgpu.Layout.WGMMA, self.shape.rows
@@ -68,21 +70,28 @@ class DecodeSteps:
 
     def _fetch(self, granule_rows: list[Array], stage: Array | int) -> None:
         """Starts loading the keys and values of a step."""
-        n = self.steps.granule
+        n, by_heads, scales = self.steps.granule, self.config.token_head_row, self.operands.scales
         for j, row in enumerate(granule_rows):
             source = self.operands.pages.at[pl.ds(row, n), self.columns]
             target = self.smem.loaded.at[stage, pl.ds(j * n, n)]
             self.copies.start(source, target, self.smem.loaded_full, stage)
+            if by_heads is not None and scales is not None:
+                first = by_heads.first_scale // SCALE_BYTES
+                pair = pl.ds(first + SCALES * lax.div(self.head, HEADS), SCALES)
+                source = scales.at[pl.ds(row, n), pair]
+                target = self.smem.scales.at[stage, pl.ds(j * n, n)]
+                self.copies.start(source, target, self.smem.loaded_full, stage)
 
     def _step(self, here: Step, scale: Array, running: RunningSoftmax) -> RunningSoftmax:
         """Adds the 64 keys in a stage to a running softmax."""
         shape, (tile, step, stage, holes, is_last) = (STEP, self.shape.rows), here
         self.copies.wait(self.smem.loaded_full, stage, is_last)
-        values = self.smem.loaded.at[
-            stage, :, pl.ds(self.config.key_width, self.config.value_width)
-        ]
+        values = self.smem.loaded.at[stage, :, pl.ds(*self.config.stored_widths)]
         clean = values if self.smem.widened is None else self.smem.widened
-        products = self._multiply_keys(stage)
+        products, value_scales = self._multiply_keys(stage), None
+        if self.config.token_head_row is not None:
+            key_scales, value_scales = self._load_scales(stage)
+            products = products * lax.broadcast_in_dim(key_scales, shape, [0])
         scores, factor = common.cap(self.config, products, scale)
         seen = self._seen(tile, step, holes, shape)
         scores = lax.select(seen, scores * factor, full_like(scores, -jnp.inf))
@@ -91,7 +100,10 @@ class DecodeSteps:
         shrink = jnp.exp2(running.highest - finite)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
         total = running.total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
-        self.copies.store_weights(self.smem.weights.T, weights.astype(self.shape.compute))
+        if value_scales is not None:  # NaN of tokens that no query sees
+            weights = weights * lax.broadcast_in_dim(value_scales, shape, [0])
+            weights = lax.select(seen, weights, full_like(weights, 0))
+        self.copies.store_weights(self.smem.weights.T, weights.astype(self.shape.value_compute))
         self._clean_values(tile, step, holes, values, clean)
         self.copies.commit()
         out = self._add_values(running.out, shrink, clean)
@@ -99,20 +111,45 @@ class DecodeSteps:
 
     def _multiply_keys(self, stage: Array) -> Array:
         """Returns the products of a step's keys and the queries, [STEP, columns]."""
-        keys = self.smem.loaded.at[stage, :, pl.ds(0, self.config.key_width)]
+        width = self.config.stored_widths[0]
+        keys = self.smem.loaded.at[stage, :, pl.ds(0, width)]
         if self.shape.by_wgmma:
             return multiply(keys, self.smem.query.T)
+        parts = [keys]
         if self.shape.widens:
             left = plgpu.Layout.MMA_LHS(self.shape.compute)
-            keys = widen(plgpu.load(keys, layout=left, optimized=False), self.shape.compute)
+            parts = self._widen(plgpu.load(keys, layout=left, optimized=False), self.shape.compute)
         zeros = jnp.zeros((STEP, self.shape.rows), jnp.float32)
-        return add_by_mma(plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), keys, self.smem.query.T)
+        products = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        for i, part in enumerate(parts):
+            query = self.smem.query.at[:, pl.ds(i * width, width)]
+            products = add_by_mma(products, part, query.T)
+        return products
+
+    def _widen(self, loaded: Array, dtype: jnp.dtype) -> list[Array]:
+        """Returns stored elements in 16 bits: of 4 bits those of the first half, and the others."""
+        row = self.config.token_head_row
+        if row is not None and row.is_4_bit:
+            return widen_halves(loaded, dtype)
+        is_float = row is not None and row.packing == "fp8_per_token_head"
+        return [
+            widen_finite(loaded) if is_float and dtype == jnp.bfloat16 else widen(loaded, dtype)
+        ]
+
+    def _load_scales(self, stage: Array) -> list[Array]:
+        """Returns the scales of the keys and of the values of a step, float32[STEP]."""
+        loaded = plgpu.load(self.smem.scales.at[stage], layout=common.FOURS, optimized=False)
+        column = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 1, layout=common.FOURS)
+        column -= 2 * lax.rem(self.head, HEADS)
+        found = [lax.select(column == i, loaded, full_like(loaded, 0)) for i in range(2)]
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        return [plgpu.layout_cast(own.sum(axis=1), rows) for own in found]
 
     def _add_values(self, before: list[Array], shrink: Array, values: Ref) -> list[Array]:
         """Returns the sums of values, shrunk, plus the values of a step times their weights."""
         by_wgmma, weights = self.shape.by_wgmma, self.smem.weights.T
         if not by_wgmma:  # once for all parts
-            weights = plgpu.load(weights, layout=plgpu.Layout.MMA_RHS(self.shape.compute))
+            weights = plgpu.load(weights, layout=plgpu.Layout.MMA_RHS(self.shape.value_compute))
         out: list[Array] = []
         for (first, width), sums in zip(self.config.value_parts, before, strict=True):
             part = values.at[:, pl.ds(first, width)].T
@@ -130,7 +167,16 @@ class DecodeSteps:
         return seen & self.steps.is_allocated(key, holes)
 
     def _clean_values(self, tile: Tile, step: Array, holes: Array, values: Ref, clean: Ref) -> None:
-        """Writes a step's values in 16 bits, with zeros where no query sees them."""
+        """Writes a step's values in 16 bits, with zeros where no query sees them.
+
+        Elements with scales are never NaN, and the weights of those that are not seen are 0.
+        """
+        if self.config.token_head_row is not None:
+            width = self.config.stored_widths[1]
+            loaded = plgpu.load(values, layout=NARROW)
+            for i, part in enumerate(self._widen(loaded, self.shape.value_compute)):
+                clean.at[:, pl.ds(i * width, width)][...] = part
+            return
         key = step * STEP
         partial = (key < tile.begin) | (key + STEP > tile.end) | (holes != 0)
 

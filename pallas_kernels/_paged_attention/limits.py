@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels._paged_attention.decode_shape import decode_shape
+from pallas_kernels._paged_attention.decode_shape import decode_shape, page_and_compute_dtype
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.steps import GRANULE
 from pallas_kernels._paged_attention.tiles import AttentionArrays
@@ -17,14 +17,12 @@ INT32_MAX = 2**31 - 1
 
 def why_not_paged_attention(arrays: AttentionArrays, config: Config) -> str | None:
     """Returns why the Mosaic kernels do not support a call, or None if they do."""
-    queries, pages = arrays.queries.dtype, jnp.dtype(arrays.pages.dtype)
+    queries, pages = arrays.queries.dtype, page_and_compute_dtype(arrays, config.token_head_row)[0]
     if queries.itemsize != 2:
         return f"queries are {queries}, and the kernels take bfloat16 and float16"
     if pages.itemsize != 1 and pages != queries:
         return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
-    if config.token_head_row is not None:
-        return "pages have a scale for each token and head, which no kernel reads yet"
-    if config.row_packing is not None and queries != jnp.bfloat16:
+    if config.latent_row is not None and queries != jnp.bfloat16:
         return f"queries are {queries}, and the kernel of packed vectors takes bfloat16"
     return (
         _why_not_shape(config, pages.itemsize)
@@ -62,6 +60,8 @@ def _why_not_decode(arrays: AttentionArrays, config: Config) -> str | None:
     if config.values_in_keys:
         return None
     shape = decode_shape(arrays, config, config.group)
+    if config.token_head_row is not None and not shape.by_tma:
+        return "pages have a scale for each token and head, which cp.async does not copy"
     if not shape.swizzle:
         return (
             f"keys are {config.key_width} wide, values {config.value_width} and pages have "
@@ -84,7 +84,7 @@ def _why_not_latents(config: Config) -> str | None:
             f"latent vectors are {key} wide and their values {value}, and the kernel takes "
             f"multiples of 64 up to {MAX_LATENT_KEY} and of 128 up to {MAX_LATENT_VALUE}"
         )
-    if config.row_packing is not None and (key, value) != (MAX_LATENT_KEY, MAX_LATENT_VALUE):
+    if config.latent_row is not None and (key, value) != (MAX_LATENT_KEY, MAX_LATENT_VALUE):
         return (
             f"packed vectors are {key} wide and their values {value}, and the kernel takes "
             f"{MAX_LATENT_KEY} and {MAX_LATENT_VALUE}"

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, Scratch, full_like, tiled
+from pallas_kernels._paged_attention.common import FOURS
 from pallas_kernels._paged_attention.decode_shape import DecodeShape
 from pallas_kernels._paged_attention.packed import GROUP
 from pallas_kernels._paged_attention.pages import StridedPages
@@ -17,13 +18,6 @@ from pallas_kernels._paged_attention.tasks import STEP
 HALVES = 2  # of a value, one for each warpgroup that computes
 COLUMNS = 64  # of values that are cleaned or widened together: registers are short
 NARROW, WIDE = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
-# Four numbers a row, in the threads that have the row in the layout `WIDE`.
-FOURS = plgpu.Layout.TILED(
-    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))),
-    warp_dims=(-7,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
 
 
 def opaque_zero(line_step: Array) -> Array:

@@ -84,6 +84,14 @@ class Config(AttentionRule):
         return self.key_width + (0 if self.values_in_keys else self.value_width)
 
     @property
+    def stored_widths(self) -> tuple[int, int]:
+        """Returns the elements of pages that a key has, and a value beside it; bytes of 4 bits."""
+        row = self.token_head_row
+        if row is not None:
+            return row.key_bytes, row.value_bytes
+        return self.key_width, self.row_width - self.key_width
+
+    @property
     def first_value(self) -> int:
         """Returns the index of the first element of the value in a row."""
         return 0 if self.values_in_keys else self.key_width

@@ -11,7 +11,7 @@ from pallas_kernels._bitcast import as_elements
 TokenHeadPacking = Literal["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
 SCALE_BYTES, ROW_ALIGN = 4, 32
 LEAST = 2.0**-100  # heads of lesser magnitudes are zeros: their reciprocals could be infinite
-# The largest stored number, and the dtype of stored elements; of bytes of two elements uint8.
+# The largest stored number, and the dtype of elements.
 HIGHEST = {"int8_per_token_head": 127.0, "fp8_per_token_head": 448.0, "int4_per_token_head": 7.0}
 ELEMENTS = {
     "int8_per_token_head": "int8",
@@ -49,6 +49,11 @@ class TokenHeadRow(NamedTuple):
     def is_4_bit(self) -> bool:
         """Whether a byte has two elements."""
         return self.packing == "int4_per_token_head"
+
+    @property
+    def elements(self) -> str:
+        """The dtype of stored elements, and uint8 of bytes with two of them."""
+        return ELEMENTS[self.packing]
 
     @property
     def key_bytes(self) -> int:
@@ -143,8 +148,7 @@ class TokenHeadRow(NamedTuple):
         if self.is_4_bit:
             halves = elements & 15, elements >> 4
             return jnp.concatenate(halves, axis=-1).astype(jnp.float32) - BIAS
-        dtype = jnp.dtype(ELEMENTS[self.packing])
-        return lax.bitcast_convert_type(elements, dtype).astype(jnp.float32)
+        return lax.bitcast_convert_type(elements, jnp.dtype(self.elements)).astype(jnp.float32)
 
 
 def _divide_exactly(numerator: float, array: Array) -> Array:

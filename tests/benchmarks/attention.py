@@ -7,7 +7,7 @@ them: the time that reading the bytes takes, and the rate of a plain product.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from pallas_kernels import (
     LatentPacking,
     PackedRow,
     RequestPages,
+    TokenHeadRow,
     default_implementation,
     paged_attention,
 )
@@ -32,7 +33,7 @@ PACKED: LatentPacking = "fp8_ds_mla"
 class AttentionSpec(NamedTuple):
     """Requests of these lengths, with this many queries, all or each; None: one, by themselves.
 
-    pages: their dtype, or `PACKED` for packed latent vectors.
+    pages: their dtype, `PACKED` for packed latent vectors, or one with a scale for each head.
     value: width of values that are the first elements of latent vectors; None: keys and values lie
       side by side.
     own_value: width of these values; None: as wide as keys.
@@ -56,6 +57,8 @@ class AttentionSpec(NamedTuple):
         """Elements that a token and KV head have; of packed rows bytes."""
         if self.pages == PACKED:
             return self.packed_row.row_bytes
+        if self.by_heads is not None:
+            return self.by_heads.row_bytes // self.kv_heads
         return self.width + (self.own_value or self.width) * (self.value is None)
 
     @property
@@ -70,9 +73,17 @@ class AttentionSpec(NamedTuple):
         return PackedRow(self.value or self.width, self.width - (self.value or self.width))
 
     @property
+    def by_heads(self) -> TokenHeadRow | None:
+        if not self.pages.endswith("per_token_head"):
+            return None
+        packing: Any = self.pages
+        return TokenHeadRow(packing, self.kv_heads, self.width, self.own_value or self.width)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values, read once."""
-        item = 1 if self.pages == PACKED else jnp.dtype(self.pages).itemsize
+        is_packed = self.pages == PACKED or self.by_heads is not None
+        item = 1 if is_packed else jnp.dtype(self.pages).itemsize
         return sum(self.lens) * self.kv_heads * self.row * item
 
     @property
@@ -87,7 +98,7 @@ class AttentionSpec(NamedTuple):
         for length, count in zip(self.lens, self.counts, strict=True):
             seen = np.arange(length - count, length) + 1
             pairs += int(np.minimum(seen, window).sum())
-        return 2 * self.heads * (self.width + (self.value or self.row - self.width)) * pairs
+        return 2 * self.heads * (self.width + (self.value or self.own_value or self.width)) * pairs
 
     def shorter(self, times: int) -> "AttentionSpec":
         """Returns the same with fewer and shorter requests; itself for 1."""
@@ -100,6 +111,7 @@ class AttentionSpec(NamedTuple):
 
 
 FP8 = "float8_e4m3fn"
+BY_HEADS = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 UNLIKE = (300, 700, 1200, 1800, 2400, 3000)
 SPECS = (
     AttentionSpec("bf16 32/8, 64 x 8k, page 16", (8192,) * 64, 32, 8, 128, 16),
@@ -114,6 +126,19 @@ SPECS = (
     AttentionSpec("fp8 64/8, 128 x 2k, page 64", (2048,) * 128, 64, 8, 128, 64, FP8),
     AttentionSpec("fp8 16/2 x 256, 64 x 8k, page 16", (8192,) * 64, 16, 2, 256, 16, FP8),
     AttentionSpec("fp8 16/2 x 256, 64 x 8k, page 64", (8192,) * 64, 16, 2, 256, 64, FP8),
+    *(
+        AttentionSpec(
+            f"{packing[:4]} by heads {heads}/{kv_heads} x {width}, 64 x 8k, page {page}",
+            *((8192,) * 64, heads, kv_heads, width, page, packing),
+        )
+        for heads, kv_heads, width, page, packings in (
+            (32, 8, 128, 16, BY_HEADS),
+            (16, 2, 256, 64, BY_HEADS[2:]),
+            (64, 8, 64, 16, BY_HEADS[2:]),
+        )
+        for packing in packings
+    ),
+    AttentionSpec("fp8 64/8 x 64, 64 x 8k, page 16", (8192,) * 64, 64, 8, 64, 16, FP8),
     AttentionSpec("fp8 32/4, 1 x 256k, page 64", (262_144,), 32, 4, 128, 64, FP8),
     AttentionSpec("fp8 8/1, 32 x 32k, page 64", (32_768,) * 32, 8, 1, 128, 64, FP8),
     AttentionSpec("bf16 32/8, 64k + 31 x 4k, page 16", (65_536, *(4096,) * 31), 32, 8, 128, 16),
@@ -224,6 +249,7 @@ class Arrays(NamedTuple):
 @functools.lru_cache(maxsize=1)
 def make_arrays(spec: AttentionSpec) -> Arrays:
     counts = [-(-length // spec.page_tokens) for length in spec.lens]
+    by_heads = spec.by_heads
     shape = (sum(counts) + 1, spec.page_tokens, spec.kv_heads, spec.row)
     ids = np.random.default_rng(0).permutation(np.arange(1, shape[0]))
     tables = np.zeros((len(counts), max(counts)), np.int32)
@@ -236,10 +262,15 @@ def make_arrays(spec: AttentionSpec) -> Arrays:
     def make() -> tuple[jax.Array, jax.Array]:
         queries, pages = jax.random.split(jax.random.key(0))
         elements = (*shape[:-1], spec.width) if spec.pages == PACKED else shape
+        if by_heads is not None:
+            elements = (*shape[:-1], by_heads.key_width + by_heads.value_width)
         pages = jax.random.normal(pages, elements, jnp.bfloat16)
         queries = jax.random.normal(queries, (tokens, spec.heads, spec.width), jnp.bfloat16)
         if spec.pages == PACKED:
             return queries, spec.packed_row.pack(pages)
+        if by_heads is not None:
+            keys, values = pages[..., : spec.width], pages[..., spec.width :]
+            return queries, by_heads.pack(keys, values)[:, :, None]
         return queries, pages.astype(spec.pages)
 
     lens = jnp.asarray(spec.lens, jnp.int32)
@@ -254,7 +285,7 @@ def compiled(
     rule = AttentionRule(
         reproducible=reproducible,
         value_width=spec.value or spec.own_value,
-        row_packing=PACKED if spec.pages == PACKED else None,
+        row_packing=PACKED if spec.pages == PACKED else spec.by_heads,
         sliding_window=spec.window,
     )
 

@@ -235,6 +235,16 @@ MOSAIC_CASES = {
     ),
     "prefill in pieces, interleaved": Case(tokens=90, width=300, heads=8, ranks=2, holes=True),
     "prefill of few": Case(*(2, 1, 128, 128), tokens=65, width=20, window=70),
+    "int8 by heads": Case(tokens=20, pages=INT8, scaled=True, cap=30.0, window=70, kv_heads=4),
+    "int8 by heads, 128 wide": Case(32, 8, 128, 128, pages=INT8, holes=True, sinks=True),
+    "fp8 by heads": Case(8, 1, 128, 256, pages=FP8_HEADS, tokens=9, width=100, batch=2),
+    "fp8 by heads in float16": Case(12, 3, pages=FP8_HEADS, queries="float16", place="NHD"),
+    "int4 by heads": Case(16, 2, 256, 256, pages=INT4, tokens=9, holes=True, sinks=True),
+    "int4 by heads, 64 wide": Case(64, 8, pages=INT4, width=100, batch=2, queries="float16"),
+    "prefill in int4 by heads": Case(16, 4, 128, 128, tokens=200, width=20, pages=INT4, chunk=99),
+    "reproducible in int4 by heads": Case(
+        8, 2, tokens=200, width=100, window=70, firsts=True, pages=INT4, reproducible=True
+    ),
     "reproducible": Case(tokens=9, width=100, reproducible=True, holes=True, sinks=True),
     "reproducible prefill": Case(tokens=200, width=100, key=128, value=128, reproducible=True),
     "reproducible window": Case(
@@ -265,6 +275,20 @@ INTERPRETED = {
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
     # All queries see the keys of its first step. A thread block takes two steps, and has room for
     # the values of one, of which the last ones are of no token.
+    "int8 of 2 heads": (
+        Case(4, 2, batch=2, page_tokens=32, width=5, pages=INT8, holes=True),
+        [130, 70],
+        None,
+    ),
+    "fp8 of 3 heads": (
+        Case(6, 3, batch=2, page_tokens=16, width=9, tokens=4, pages=FP8_HEADS, sinks=True),
+        *([130, 70], [0, 3, 4]),
+    ),
+    "speculation in int4": (
+        Case(2, 1, 128, 64, 16, 2, 5, tokens=4, pages=INT4, window=60),
+        [70, 3],
+        [0, 2, 3],
+    ),
     "a prefill in fp8": (INTERLEAVED._replace(pages="float8_e4m3fn"), [700], [0, 70]),
     # Ten see no key, and add up the values of 28 that others see.
     "a prefill of more queries than tokens": (
