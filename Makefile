@@ -60,7 +60,7 @@ bench: $(VENV)/.$(BENCH)
 
 docs: $(VENV)/.docs
 	@rm -rf build/docs
-	@$(BIN)/python -m sphinx -q -W --keep-going -E -b html .docs build/docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -E -j $(JOBS) -b html .docs build/docs
 	@echo "build/docs/index.html"
 
 browser: docs $(VENV)/.browser

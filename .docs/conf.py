@@ -1,6 +1,8 @@
 """Configures the site: a page for each public name, and the guides. ``make docs`` builds it."""
 
+import contextlib
 import importlib
+import io
 import os
 import pathlib
 import re
@@ -12,6 +14,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
 import jaxkv  # noqa: E402
+from jaxkv.__main__ import main  # noqa: E402
 
 # Pages from elsewhere lie here as they do in the repository, so that links between them hold.
 for name in ("notebooks", "api", "tests"):  # without pages of names that are gone
@@ -32,12 +35,25 @@ def split_benchmarks(path: pathlib.Path) -> dict[str, str]:
         path.with_name(f"{name}.md").write_text(f"# {name.capitalize()}\n{text}")
         for heading in [name, *re.findall(r"^##+ (.*)", text, re.M)]:
             page_of[heading.lower().replace(" ", "-")] = f"{name}.md"
-    lists = "".join(f"- [{name.capitalize()}]({name}.md)\n" for name in names)
-    pages = "\n".join(names)
-    path.write_text(f"{intro}\n## Figures\n\n{lists}\n```{{toctree}}\n:hidden:\n{pages}\n```\n")
+    pictures = "\n\n".join(re.findall(r"^!\[.*", "\n".join(sections), re.M))
+    lists = " · ".join(f"[{name.capitalize()}]({name}.md)" for name in names)
+    title, _, rest = intro.partition("\n")
+    pages = "```{toctree}\n:hidden:\n" + "\n".join(names) + "\n```\n"
+    path.write_text(f"{title}\n\n{lists}\n\n{pictures}\n\n## Running them\n{rest}\n{pages}")
     return page_of
 
 
+def write_commands(path: pathlib.Path) -> None:
+    """Makes a page of what the commands say about themselves."""
+    os.environ["COLUMNS"], texts = "88", ["# Command line\n"]
+    for command in ("plan", "env", "demo"):
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+            main([command, "--help"])
+        texts.append(f"## {command}\n\n```text\n{said.getvalue()}```\n")
+    path.write_text("\n".join(texts))
+
+
+write_commands(HERE / "commands.md")
 PAGE_OF = split_benchmarks(HERE / "tests" / "benchmarks" / "README.md")
 jaxkv.__all__ = list(jaxkv._MODULE_OF)  # without it, autodoc documents no imported name
 
@@ -52,7 +68,7 @@ templates_path = ["templates"]
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_inherit_docstrings = False
+autodoc_inherit_docstrings = True
 autoclass_content = "both"  # constructors document their arguments
 autosummary_ignore_module_all = False
 napoleon_use_rtype = False
@@ -75,7 +91,7 @@ def adapt_docstring(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = [line for line in lines if not line.startswith("Create new instance of ")]
     for i, line in enumerate(lines):
         lines[i] = line = STAR.sub(r"\\*", line) if "::" not in line and "=" not in line else line
-        if what == "class" and (found := FIELD.match(line)):
+        if what in ("class", "exception") and (found := FIELD.match(line)):
             lines[i] = f"- **{found[1]}**: {found[2]}"
 
 

@@ -246,7 +246,7 @@ class BlockManager(Unique):
     ) -> PrefixHit:
         """Gives a request a table row, and the blocks that already hold a prefix of its prompt.
 
-        Without ``tokens`` the request starts with no blocks, and none of its blocks are kept for
+        Without ``tokens`` the request starts with no blocks, and none of its blocks are cached for
         later prompts. With ``tokens`` its first step continues after ``num_cached_tokens`` of the
         returned hit, and whole blocks of its prompt are cached for later prompts from the step that
         computes them on, until other requests need the memory. With recurrent states, a request
@@ -528,7 +528,7 @@ class BlockManager(Unique):
 
     @property
     def block_use(self) -> BlockUse:
-        """Number of blocks by use: own, shared, warm or cold."""
+        """Number of blocks by use: own, shared, evictable or uncached."""
         return self.block_pool.use
 
     @property

@@ -58,9 +58,9 @@ class Engine(Unique):
     the logits of each request's last one, [B, vocab]; or, with ``head``, the hidden states of all
     tokens. A `ModelOutput` holds more, such as a step that went through a scan or a jit.
 
-    Steps come in few shapes, each compiled once: at first use, or before by `warm_up`. The host is
-    a step ahead of the device, to which tokens go on without passing through the host. Equal
-    prefixes of prompts are computed once.
+    Steps come in few shapes, each compiled once: at first use, or before by `warm_up`. The host
+    prepares the next step while the device runs this one; sampled tokens stay on the device. Equal
+    prefixes of prompts are computed once. The logger ``jaxkv`` tells what the engine decides.
 
     Not thread-safe. After an exception or an interrupt, at any time, the engine goes on with its
     next `step`, and no token is lost: what failed is computed again, in a new cache if a call has

@@ -10,9 +10,9 @@ from jaxkv._src.planning import Plan
 class HostMemory:
     """Page-locked host memory for blocks that leave the device's memory.
 
-    A prefix is loaded if it has at least ``min_tokens`` tokens more than device memory holds of it,
-    at no more than ``max_bytes_per_token`` for each of these; a shorter or dearer one is computed.
-    The same holds for all tokens of a preempted request, if any of its blocks has left the device.
+    A prefix is loaded if that saves at least ``min_tokens`` tokens, and costs at most
+    ``max_bytes_per_token`` for each of them; other prefixes are computed again. The same rule
+    applies to a preempted request of which a block has left the device, for all of its tokens.
     The default is what a link of 50 GB/s carries while a GPU computes a token of a prompt, at
     50,000 tokens a second.
 

@@ -24,7 +24,7 @@ ZeroPolicy = Literal["never", "when_needed", "always"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A pool that holds at least one request of ``max_model_len`` tokens.
+    """The plan of a cache: groups of layers, and a pool that holds one longest request at least.
 
     groups: groups of layers, over all workers.
     layouts: one per worker; they share group indices and block ids.

@@ -12,7 +12,7 @@ from jaxkv._src.specs._growth import Growth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The most that a scheduler asks of one step; admission depends on it.
+    """Upper bounds of what one step computes; admission depends on them.
 
     max_in_flight_tokens: most tokens of one request that one step computes, times the steps
       that asynchronous scheduling may have in flight at once.

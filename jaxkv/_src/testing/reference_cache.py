@@ -77,7 +77,7 @@ class ReferenceCache:
     def start(
         self, request: Hashable, namespace: Hashable = None, prefix: Sequence[int] = ()
     ) -> None:
-        """A cache for a request, also for one that had one before.
+        """Makes the cache of a request, in place of the one that it may have had.
 
         Args:
           namespace: requests of one namespace write equal bytes for equal tokens after equal
@@ -108,7 +108,7 @@ class ReferenceCache:
             pages.rejected[logical_block] |= ~pages.written[logical_block]
 
     def fork(self, request: Hashable, donor: Hashable, num_tokens: int) -> None:
-        """Begins a cache with another's first tokens, and its states."""
+        """Makes the cache of a request that starts with another's first tokens and its states."""
         self.start(request, self._namespaces[donor])
         self._reached[request] = num_tokens
         for layer, place in self.layers.items():
@@ -123,6 +123,7 @@ class ReferenceCache:
                 mine[shared] = other[shared]
 
     def finish(self, request: Hashable) -> None:
+        """Forgets a request."""
         for layer in self.layers:
             del self._pages[request, layer]
 

@@ -79,7 +79,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
 
     @initialize(target=requests, count=st.integers(0, 7), prompts=st.booleans())
     def begin(self, count: int, prompts: bool = False) -> object:
-        """An empty cache and up to ``1 + count`` requests, with prompts or without."""
+        """Makes an empty cache and starts up to ``1 + count`` requests, with prompts or without."""
         if not isinstance(getattr(self, "plan", None), Plan):
             raise TypeError(f"set plan in {type(self).__name__}, to what plan_cache returned")
         self.computed = {}
@@ -101,13 +101,13 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     @precondition(lambda self: self._has_prompts() and len(self.computed) < self.max_requests)
     @rule(target=requests, prompt=PROMPTS)
     def start_request_with_prompt(self, prompt: Prompt) -> int:
-        """A prompt that begins like a fixed one, or like that of a request that ended."""
+        """Starts a request whose prompt begins like a fixed one, or like that of an ended one."""
         return self._start_cut(*prompt)
 
     @precondition(lambda self: self._has_prompts() and len(self.computed) < self.max_requests)
     @rule(prompt=PROMPTS, length=st.integers(0, 15))
     def serve_request_with_prompt(self, prompt: Prompt, length: int) -> None:
-        """A prompt that is computed in steps of one length, and gone."""
+        """Computes a prompt in steps of one length, and finishes the request."""
         request = self._start_cut(*prompt)
         wanted, before = len(self.texts.running[request].tokens), -1
         while before < self.computed[request] < wanted:
@@ -121,8 +121,9 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
         look=st.booleans(),
     )
     def step(self, batch: dict[int, int], preempt: bool = False, look: bool = True) -> None:
-        """Prefill and decode: from one token each, for 0, to all that a step may take, for 15.
+        """Computes a step of prefill and decode.
 
+        batch: requests, and how much each computes: 0: one token; 15: all that a step may take.
         preempt: requests outside of the batch give way to those that are refused blocks.
         look: requests also read between the growth and the writes.
         """
@@ -133,7 +134,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     @precondition(lambda self: self.computed)
     @rule(preempt=st.booleans(), look=st.booleans())
     def decode(self, preempt: bool = False, look: bool = True) -> None:
-        """One token for every request; ``preempt``: the last ones give way to the first."""
+        """Computes one token of every request; ``preempt``: the last ones give way to the first."""
         self._step(dict.fromkeys(self.computed, 1), preempt, look)
 
     # Events after which nothing is different are not offered: Hypothesis disables some rules in
@@ -142,7 +143,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     @precondition(lambda self: any(self.computed.values()))
     @rule(target=requests, request=consumes(requests), again=st.booleans())
     def finish_request(self, request: int, again: bool) -> object:
-        """It gives its blocks back; ``again``: it was preempted, and computes its tokens anew."""
+        """Finishes a request; ``again``: it was preempted, and computes its tokens again."""
         if again:
             return self._restart(request)
         self._finish(request)
@@ -151,7 +152,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     @precondition(lambda self: self._prefixes())
     @rule(target=requests, which=st.integers(0, 15))
     def fork_request(self, which: int) -> object:
-        """A request starts with the tokens of another one."""
+        """Starts a request with the first tokens of another one."""
         prefixes = self._prefixes()
         donor, length = prefixes[which % len(prefixes)]
         request = next(self._names)
@@ -177,7 +178,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     @precondition(lambda self: overrides("new_epoch")(self) and self.texts.num_ended >= 3)
     @rule()
     def begin_new_epoch(self) -> None:
-        """The weights change: later prompts find nothing of what was computed before."""
+        """Changes the weights: later prompts find nothing that was computed before."""
         self.new_epoch()
         self.texts.begin_epoch()
 

@@ -56,8 +56,8 @@ class StepShape:
     block_copies: blocks that a step copies, over all groups.
     extra: int32s of your own that travel with the step (token ids, say).
     shared_prefixes: groups of requests that read common blocks once; 0: all read their own.
-    token_ids: whether the first of these are an id for each token of the step, so that a step with
-      fewer is refused, or with others than its prompts have.
+    token_ids: whether ``extra`` begins with the id of each token of the step, so that a step with
+      fewer ids is refused, or with other ids than its prompts have.
     reproducible: whether the bits that `attend` returns for a token depend on its request alone.
     """
 
