@@ -16,7 +16,7 @@ other blocks alike, including block 0.
 - `paged_attention`: attention over keys and values in pages (`StridedPages`, `RequestPages`,
   `AttentionRule`, `Interleaving`, `PackedRow`, `SharedPrefixes`, `TokenHeadRow`).
 - `gated_delta_rule`, `selective_scan` and `causal_conv1d`: recurrent layers over states in pages
-  (`StatePages`, `RequestStates`, `Convolution`).
+  (`StatePages`, `RequestStates`, `Convolution`, `Replay`).
 - `default_implementation`: the implementation that ``None`` stands for.
 - `explain_default`: the same for each kernel, with its instructions, or with the reason for XLA.
 - `import_mosaic`: imports what an implementation needs, before jax traces.
@@ -41,6 +41,7 @@ from pallas_kernels._paged_attention import StridedPages as StridedPages
 from pallas_kernels._paged_attention import TokenHeadRow as TokenHeadRow
 from pallas_kernels._paged_attention import paged_attention as paged_attention
 from pallas_kernels._recurrence import Convolution as Convolution
+from pallas_kernels._recurrence import Replay as Replay
 from pallas_kernels._recurrence import RequestStates as RequestStates
 from pallas_kernels._recurrence import StatePages as StatePages
 from pallas_kernels._recurrence import causal_conv1d as causal_conv1d
@@ -56,6 +57,7 @@ __all__ = [
     "Interleaving",
     "LatentPacking",
     "PackedRow",
+    "Replay",
     "RequestPages",
     "RequestStates",
     "SharedPrefixes",

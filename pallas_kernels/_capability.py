@@ -58,6 +58,7 @@ Kernel = Literal[
     "write_rows",
     "convolution",
     "recurrent_step",
+    "recurrent_replay",
     "recurrent_prompt",
     "decode",
     "prefill",
@@ -82,6 +83,7 @@ KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
     "write_rows": {"plain": ALL},
     "convolution": {"plain": ALL},
     "recurrent_step": {"cp.async": AMPERE, "TMA": SINCE_HOPPER},
+    "recurrent_replay": {"cp.async": AMPERE, "TMA": SINCE_HOPPER},
     "recurrent_prompt": {"wgmma, TMA": HOPPER},
     "decode": {
         "mma, cp.async": AMPERE,

@@ -69,6 +69,24 @@ def convolve(
     return windows, silu(outputs) if with_silu else outputs
 
 
+def replayed(checkpoint: np.ndarray, ring: Sequence[np.ndarray], tokens: int) -> np.ndarray:
+    """Returns the state after the tokens of a ring, [value_heads, V, K], as `Replay` defines it.
+
+    Args:
+      ring: of one page, keys [key_heads, L, K], added [value_heads, L, V] and log_decay
+        [value_heads, n, L or more].
+      tokens: of the ring.
+    """
+    keys, added, log_decay = ring
+    keys, total = np.repeat(keys, len(added) // len(keys), axis=0), log_decay.sum(axis=1)
+    last = total[:, tokens - 1] if tokens else np.zeros(len(added))
+    state = checkpoint * np.exp(last)[:, None, None]
+    for i in range(tokens):
+        weight = np.exp(last - total[:, i])[:, None, None]
+        state = state + weight * added[:, i, :, None] * keys[:, i, None]
+    return state
+
+
 def state_of(pages: np.ndarray, page: int) -> np.ndarray:
     """Returns the array of a page, or zeros for an id that is out of range."""
     return pages[page] if 0 <= page < len(pages) else np.zeros_like(pages[0])

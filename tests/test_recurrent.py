@@ -45,7 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that models seldom give
 }
 
 
-def plan_of(kind: str, mode: Any = "none", drafts: int = 0, shapes: Any = None) -> jaxkv.Plan:
+def plan_of(
+    kind: str, mode: Any = "none", drafts: int = 0, shapes: Any = None, replay: int = 0
+) -> jaxkv.Plan:
     shapes = shapes or SHAPES[kind]
     spec = jaxkv.StateSpec(
         block_size=BLOCK,
@@ -53,6 +55,7 @@ def plan_of(kind: str, mode: Any = "none", drafts: int = 0, shapes: Any = None) 
         dtypes=("f32",) * len(shapes),
         cache_mode=mode,
         speculative_blocks=drafts,
+        replay=replay,
     )
     return jaxkv.plan_cache(
         {f"layer.{i}": spec for i in range(2)},
@@ -147,7 +150,7 @@ def step(kind, cache, upload, x, blocks=1):
     """The second layer, and the states that it left in the first blocks of each request."""
     cache, batch = jaxkv.apply_step(cache, upload)
     x = {name: array.reshape(*batch.token_shape, -1) for name, array in x.items()}
-    if batch.is_rectangular and kind == "gated_delta":  # a decay for each key
+    if batch.is_rectangular and kind == "gated_delta" and blocks:  # a decay for each key
         x["log_decay"] = jnp.repeat(x["log_decay"][..., None], SIZE, axis=-1)
     cache, out = run_layer(kind, cache, "layer.1", batch, x)
     places = [jnp.full(batch.shape.batch_size, i, jnp.int32) for i in range(blocks)]
@@ -184,21 +187,25 @@ close = functools.partial(np.testing.assert_allclose, rtol=BOUND, atol=BOUND)
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "columns"),
+    ("kind", "mode", "columns", "replay"),
     [
-        ("gated_delta", "all", None),
-        ("mamba2", "align", None),
-        ("short_conv", "all", None),
-        ("gated_delta", "align", 5),
-        ("short_conv", "all", 1),
-        ("short_conv", "align", 3),
-        ("linear_attention", "none", 3),
+        ("gated_delta", "all", None, 0),
+        ("mamba2", "align", None, 0),
+        ("short_conv", "all", None, 0),
+        ("gated_delta", "align", 5, 0),
+        ("short_conv", "all", 1, 0),
+        ("short_conv", "align", 3, 0),
+        ("linear_attention", "none", 3, 0),
+        ("gated_delta", "all", None, 2),
+        ("gated_delta", "align", 1, 3),
+        ("mamba2", "none", None, 5),
+        ("gated_delta", "all", 5, 4),
     ],
 )
 @settings(max_examples=2)
 @given(data=st.data())
-def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, data) -> None:
-    plan = plan_of(kind, mode)
+def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, replay, data) -> None:
+    plan = plan_of(kind, mode, replay=replay)
     options = {"tokens_per_request": columns} if columns else {"max_tokens": TOKENS}
     # As many requests as tokens, which need not be one of each.
     requests = TOKENS if kind == "mamba2" else REQUESTS
@@ -209,6 +216,7 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
     for request in computed:
         manager.start(request)
     blocks = -(-(columns or TOKENS) // BLOCK) + 1 if mode == "all" else 1
+    blocks = 0 if replay else blocks  # `read_state` reads no pages with rings
     most = min(columns, 3) if columns else TOKENS // 2
     shape = dataclasses.replace(shape, max_query_len=most)  # of columns there may be more
     for turn in range(max(3, 2 * BLOCK // most + 2)):
@@ -226,11 +234,28 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
             ends = [end]
             if mode == "all":  # the ends of the blocks that the step's tokens touch
                 ends = [*range((begin // BLOCK + 1) * BLOCK, end, BLOCK), end]
-            for block, position in enumerate(ends if begin else ()):  # `read_state` of a fresh one
-                close(kept[block][i], states[position - 1])  # is zeros
+            for block, position in enumerate(ends[:blocks] if begin else ()):
+                close(kept[block][i], states[position - 1])  # zeros of a fresh one
             computed[request] = end
         assert np.isfinite(out).all()
     jaxkv.check_errors(cache)
+
+
+def test_states_of_rings_are_not_read_or_written_by_themselves() -> None:
+    plan = plan_of("gated_delta", replay=3)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
+
+    def call(cache, upload, is_read):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        arrays = [jnp.zeros((REQUESTS, *shape)) for shape in SHAPES["gated_delta"]]
+        if is_read:
+            return jaxkv.read_state(cache, "layer.0", batch)
+        return jaxkv.write_state(cache, "layer.0", batch, arrays)
+
+    for is_read in (True, False):
+        with pytest.raises(ValueError, match="has replay=3: its pages hold"):
+            jax.eval_shape(functools.partial(call, is_read=is_read), cache, shape.idle())
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
@@ -489,6 +514,8 @@ BAD = [
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),
     ({"layer": "full"}, TypeError, "stores tokens, not states; use attend"),
     ({"layer": "other"}, ValueError, "stores states of shapes"),
+    ({"layer": "ring", "log_decay": zeros((TOKENS, HEADS, SIZE))}, ValueError,
+     "with replay, each head has one decay"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError, "keys are 8 wide"),
 ]  # fmt: skip
 
@@ -497,7 +524,8 @@ BAD = [
 def test_what_does_not_fit_is_refused_by_name(wrong, error, text) -> None:
     state = jaxkv.StateSpec(block_size=4, shapes=SHAPES["gated_delta"], dtypes=("f32", "f32"))
     other = jaxkv.StateSpec(block_size=4, shapes=((3, 4),), dtypes=("f32",))
-    layers = {"layer.0": state, "full": FULL, "other": other}
+    ring = dataclasses.replace(state, replay=4)
+    layers = {"layer.0": state, "full": FULL, "other": other, "ring": ring}
     plan = jaxkv.plan_cache(layers, 2**30, max_model_len=LENGTH, num_blocks_override=40)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     cache = jaxkv.make_cache(plan, max_requests=2)

@@ -52,7 +52,7 @@ LEAST: dict[str, int | None] = dict.fromkeys(
     "scale_bytes sink_tokens speculative_blocks max_encoder_tokens speculative_tokens forks extra "
     "usable_blocks cached_tokens shared_prefixes max_cached_tokens encoder_tokens start sequence "
     "lookahead_steps rank worker layer page_offset_bytes seed groups logprobs prompt_logprobs "
-    "BlockManager.fork.num_tokens "
+    "replay BlockManager.fork.num_tokens "
     "HostMemory.is_worth_it.num_tokens HostMemory.is_worth_it.num_bytes "
     "longest_model_len.max_model_len".split(),
     0,
@@ -88,7 +88,7 @@ def of_planning(s: Served) -> Iterator[Call]:
     yield jaxkv.SlidingWindowMLASpec, LATENT | {"sliding_window": 4}
     ring = {"block_size": 4, "group_size": 2, "head_size": 8, "dtype": "bf16"}
     yield jaxkv.RingSpec, ring | PAGES
-    yield jaxkv.StateSpec, STATES | {"speculative_blocks": 0}
+    yield jaxkv.StateSpec, STATES | {"speculative_blocks": 0, "replay": 0}
     yield jaxkv.SharedKVSpec, {"layer": "a"}
     yield jaxkv.Limits, {"max_in_flight_tokens": 8, "max_encoder_tokens": 8}
     sizes = {"num_key_heads": 2, "num_value_heads": 2, "key_size": 4, "value_size": 4}

@@ -4,6 +4,7 @@
 columns is compared with what follows from it, for every step that a small request can take.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -469,3 +470,27 @@ def test_bad_input_is_refused_by_the_name_of_the_argument(
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=rf"\b{argument}\b"):
         call()
+
+
+def test_a_page_with_a_ring_has_a_checkpoint_and_what_tokens_have_added() -> None:
+    shapes = gated_delta_net_state(
+        num_key_heads=16, num_value_heads=32, key_size=128, value_size=128, conv_kernel=4
+    )
+    state = StateSpec(block_size=16, shapes=shapes, dtypes=("bf16", "f32"))
+    ring = dataclasses.replace(state, replay=8)
+    assert ring.data_bytes - state.data_bytes == 4 * (8 * (16 + 32) * 128 + 32 * 16)
+    halved = dataclasses.replace(ring, dtypes=("bf16", "bf16"), replay=16)
+    assert halved.array_bytes[2:] == (2 * 16 * 16 * 128, 2 * 32 * 16 * 128, 2 * 32 * 3 * 16)
+    assert ring.interpretation != state.interpretation
+    alone = StateSpec(block_size=4, shapes=((2, 4, 4),), dtypes=("f32",), replay=3)
+    assert alone.arrays[1:3] == (((2, 3, 4), "float32"), ((2, 3, 4), "float32"))
+    mode = {"block_size": 12, "cache_mode": "all"}
+    for wrong, text in (
+        ({"dtypes": ("bf16", "fp8")}, "replay=8 needs states of heads x values x keys in float32"),
+        ({"shapes": ((3, 8191), shapes[1])}, "replay=8 needs states"),
+        ({"shapes": (shapes[0], (32, 128))}, "replay=8 needs states"),
+        ({"speculative_blocks": 2}, "replay=8 and speculative_blocks=2"),
+        (mode, "replay=8 does not divide block_size=12"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            dataclasses.replace(ring, **wrong)

@@ -6,3 +6,4 @@ from pallas_kernels._recurrence.call import selective_scan as selective_scan
 from pallas_kernels._recurrence.pages import StatePages as StatePages
 from pallas_kernels._recurrence.requests import RequestStates as RequestStates
 from pallas_kernels._recurrence.rule import Convolution as Convolution
+from pallas_kernels._recurrence.rule import Replay as Replay

@@ -8,7 +8,15 @@ from jax import Array
 from pallas_kernels._arguments import as_array, as_dtype, as_number, check_type, shown
 from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.requests import RequestStates
-from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
+from pallas_kernels._recurrence.rule import (
+    Convolution,
+    Replay,
+    Requests,
+    Rule,
+    Spans,
+    Tokens,
+    replay_shapes,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (2, 3, 4)
@@ -25,6 +33,7 @@ def check_tokens(
     normalize: bool,
     scale: float | None,
     values_first: bool = False,
+    replay: Replay | None = None,
 ) -> tuple[Rule, Tokens]:
     """Checks what a recurrence computes, and returns its rule and its tokens."""
     check_type(bool, normalize=normalize, values_first=values_first)
@@ -42,9 +51,35 @@ def check_tokens(
     rule = Rule(
         *(key_heads, value_heads, key_size, value_size, delta, normalize, scale, values_first)
     )
-    tokens = Tokens(inputs, log_decay, beta, states)
+    tokens = Tokens(inputs, log_decay, beta, states, replay)
     _check_token_shapes(rule, tokens, heads, "beta" if delta else "steps")
+    if replay is not None:
+        _check_replay(rule, tokens, replay)
     return rule, tokens
+
+
+def _check_replay(rule: Rule, tokens: Tokens, replay: Replay) -> None:
+    """Raises TypeError or ValueError unless rings of this shape lie in the pages of the states."""
+    check_type(Replay, replay=replay)
+    states = tokens.states
+    if tokens.log_decay.ndim == 3:
+        raise ValueError(
+            f"log_decay has shape {tokens.log_decay.shape}; with replay, each head has one decay: "
+            "pass replay=None"
+        )
+    for name, pages in replay._asdict().items():
+        check_pages(f"replay.{name}", pages, 3)
+        if not pages.are_beside(states):
+            raise ValueError(
+                f"replay.{name} must have data, num_pages, first and page_step of states, the very "
+                "same"
+            )
+        if jnp.dtype(pages.dtype) != jnp.dtype(states.dtype):
+            raise ValueError(f"replay.{name} has dtype {pages.dtype}, and states {states.dtype}")
+    wanted = replay_shapes(replay.length, states.shape, rule.key_heads, states.itemsize)
+    given = tuple(pages.shape for pages in replay)
+    if given != wanted:
+        raise ValueError(f"replay has pages of {given}; states of {states.shape} want {wanted}")
 
 
 def _check_token_shapes(rule: Rule, tokens: Tokens, heads: str, beta: str) -> None:
@@ -75,7 +110,9 @@ def check_requests(inputs: Array, given: RequestStates) -> tuple[Requests, int]:
     if jnp.ndim(write_ids) == 1:
         write_ids = _as_int32("write_ids", write_ids, (batch,))[:, None]
     write_ids = _as_int32("write_ids", write_ids, (batch, None))
-    count, writes = inputs.shape[0], write_ids.shape[1]
+    count, writes, computed = inputs.shape[0], write_ids.shape[1], given.num_computed_tokens
+    if computed is not None:
+        computed = _as_int32("num_computed_tokens", computed, (batch,))
     if given.write_after is None and writes != 1:
         raise ValueError(
             f"write_ids has {writes} pages for each request; pass write_after, which says after "
@@ -92,7 +129,7 @@ def check_requests(inputs: Array, given: RequestStates) -> tuple[Requests, int]:
                 "without it each request has one token"
             )
         if given.write_after is None and given.query_lens is None:
-            return Requests(read_ids, write_ids), 1
+            return Requests(read_ids, write_ids, None, computed), 1
         query_start_loc = jnp.arange(batch + 1, dtype=jnp.int32)
         max_query_len = 1
     starts = _as_int32("query_start_loc", query_start_loc, (batch + 1,))
@@ -103,7 +140,7 @@ def check_requests(inputs: Array, given: RequestStates) -> tuple[Requests, int]:
         write_after = _as_int32("write_after", given.write_after, (batch, writes))
     most = count if max_query_len is None else min(count, max_query_len)
     spans = Spans(starts[:-1], counts, write_after)
-    return Requests(read_ids, write_ids, spans), most
+    return Requests(read_ids, write_ids, spans, computed), most
 
 
 def check_convolution(conv: Convolution | None, inputs: Array, data: Array) -> None:

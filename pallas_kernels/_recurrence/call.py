@@ -25,7 +25,7 @@ from pallas_kernels._recurrence.limits import (
 )
 from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.requests import RequestStates
-from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+from pallas_kernels._recurrence.rule import Convolution, Replay, Requests, Rule, Tokens
 from pallas_kernels._recurrence.xla import recur_xla
 
 Data = Shaped[Array, "extents elements"]
@@ -40,6 +40,7 @@ def gated_delta_rule(
     *,
     num_key_heads: int,
     convolution: Convolution | None = None,
+    replay: Replay | None = None,
     scale: float | None = None,
     normalize: bool = True,
     out_dtype: DTypeLike | None = None,
@@ -71,6 +72,10 @@ def gated_delta_rule(
       requests: the pages that each request reads and writes, and its tokens.
       num_key_heads: heads of queries and of keys.
       convolution: a convolution that comes first; its pages lie in the same ``data``.
+      replay: rings beside the states, which take the inputs of a token instead of the state after
+        it, and ``requests.num_computed_tokens``; states are written where these are multiples of
+        the rings' length. A page of ``requests.write_after`` takes a state after such a multiple,
+        or after the last token of its request.
       scale: factor of the queries; None: ``K ** -0.5``.
       normalize: whether queries and keys are divided by their l2 norm.
       out_dtype: dtype of the output; None: the dtype of inputs.
@@ -83,7 +88,11 @@ def gated_delta_rule(
       TypeError, ValueError, NotImplementedError: as for `causal_conv1d`.
     """
     rule, tokens = check_tokens(
-        inputs, log_decay, beta, states, num_key_heads, delta=True, normalize=normalize, scale=scale
+        *(inputs, log_decay, beta, states, num_key_heads),
+        delta=True,
+        normalize=normalize,
+        scale=scale,
+        replay=replay,
     )
     return _run(rule, tokens, requests, convolution, out_dtype, implementation)
 
@@ -97,6 +106,7 @@ def selective_scan(
     *,
     num_groups: int,
     convolution: Convolution | None = None,
+    replay: Replay | None = None,
     scale: float = 1.0,
     values_first: bool = True,
     out_dtype: DTypeLike | None = None,
@@ -117,7 +127,7 @@ def selective_scan(
       num_groups: groups of heads that share b and c.
       scale: factor of c.
       values_first: as above.
-      convolution, out_dtype: as for `gated_delta_rule`.
+      convolution, replay, out_dtype: as for `gated_delta_rule`.
       implementation: as for `causal_conv1d`.
 
     Returns:
@@ -132,6 +142,7 @@ def selective_scan(
         normalize=False,
         scale=scale,
         values_first=values_first,
+        replay=replay,
     )
     return _run(rule, tokens, requests, convolution, out_dtype, implementation)
 
@@ -188,12 +199,14 @@ def _run(
 ) -> tuple[Array, Array]:
     requests, most = check_requests(tokens.inputs, given_requests)
     check_convolution(conv, tokens.inputs, tokens.states.data)
+    if tokens.replay is not None and requests.computed is None:
+        raise ValueError("replay needs requests.num_computed_tokens, the tokens before the call")
     out = as_dtype("out_dtype", tokens.inputs.dtype if out_dtype is None else out_dtype, DTYPES)
     if not tokens.inputs.size or not requests.batch:
         shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)
         return tokens.states.data, jnp.zeros(shape, out)
     given = rule, tokens, requests, conv
-    kernels: list[Kernel] = ["recurrent_step"]
+    kernels: list[Kernel] = ["recurrent_replay" if tokens.replay else "recurrent_step"]
     if conv is not None and not why_not_convolution(conv):
         kernels.append("convolution")
     # Without a choice, XLA runs the prompts of GPUs that do not run this kernel.

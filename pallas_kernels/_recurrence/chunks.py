@@ -14,6 +14,7 @@ CHUNK = 64  # tokens of a tile, and most of a chunk
 class Chunks(NamedTuple):
     """Chunks, in the order of their tokens; entries from ``count`` on are undefined.
 
+    request: whose tokens they are.
     first, end: tokens.
     is_first: whether a chunk is the first one of its request.
     read_ids: the page that its request resumes from.
@@ -21,6 +22,7 @@ class Chunks(NamedTuple):
     begins: the first chunk of each request, and ``count`` at last.
     """
 
+    request: Int32[Array, " chunks"]
     first: Int32[Array, " chunks"]
     end: Int32[Array, " chunks"]
     is_first: Bool[Array, " chunks"]
@@ -58,6 +60,7 @@ def cut_chunks(requests: Requests, spans: Spans, num_tokens: int, size: int) -> 
     start = starts[request]
     due = after[request] == (end - start)[:, None]  # [N, W]
     return Chunks(
+        request,
         first,
         end,
         first == start,

@@ -5,8 +5,8 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels import _capability
-from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
-from pallas_kernels._recurrence.step_shape import step_shape
+from pallas_kernels._recurrence.rule import Convolution, Replay, Requests, Rule, Tokens
+from pallas_kernels._recurrence.step_shape import GRANULE, LOADED, step_shape
 
 MAX_STEP_TOKENS = 8  # of a request, for the kernels of a step
 MAX_WIDTH = 256  # of keys and of values
@@ -22,6 +22,8 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
         `MAX_STEP_TOKENS`.
     """
     states, item = tokens.states, tokens.states.itemsize
+    if tokens.replay is not None and (reason := _why_not_replay(rule, tokens.replay)):
+        return reason
     inner = min(item, tokens.inputs.dtype.itemsize)
     line = 128 // inner  # elements of a memory transaction
     if rule.key_size % line or rule.value_size % line:
@@ -52,6 +54,23 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
             f"keys are {rule.key_size} wide and values {rule.value_size}, for which the kernel "
             f"needs {needed} bytes of shared memory, and this GPU has {limit}"
         )
+    return None
+
+
+def _why_not_replay(rule: Rule, replay: Replay) -> str | None:
+    """Returns why the kernel does not support rings, or None if it does."""
+    if (rule.key_size, rule.value_size) != (128, 128):
+        return (
+            f"keys are {rule.key_size} wide and values {rule.value_size}, and with replay the "
+            "kernel takes 128"
+        )
+    if replay.length % GRANULE or replay.length > LOADED:
+        return (
+            f"replay has {replay.length} tokens, and the kernel takes multiples of {GRANULE} up to "
+            f"{LOADED}"
+        )
+    if any(part.start % (rule.key_size * part.itemsize) for part in replay):
+        return "rings do not begin at multiples of a key's bytes"
     return None
 
 

@@ -1,11 +1,14 @@
 """Recurrent layers by Mosaic GPU kernels: steps, prompts, and mixtures of both."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import _capability
 from pallas_kernels._bitcast import from_words
+from pallas_kernels._recurrence.checkpoints import cut_at_checkpoints
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.conv import convolve_step
 from pallas_kernels._recurrence.conv_xla import convolve_xla
@@ -45,17 +48,33 @@ def run_mosaic(
     wanted = jax.ShapeDtypeStruct((rows, rule.value_heads, rule.value_size), out)
     if spans is None:
         return step_mosaic(rule, tokens, requests, conv, 1, wanted)
-    if most <= MAX_STEP_TOKENS:
+    if most <= MAX_STEP_TOKENS and tokens.replay is None:
         data, outputs = step_mosaic(rule, tokens, requests, None, most, wanted)
         return data, clear_padding(requests, outputs)
     # Requests of one token and longer ones, each by what is faster for them.
     single = spans.counts == 1
     ones, others = requests._replace(spans=spans.only(single)), spans.only(~single)
+    if tokens.replay is not None:
+        ones = ones.writing_last()
     data, outputs = step_mosaic(rule, tokens, ones, None, 1, wanted)
-    tokens = tokens.after(data, tokens.inputs)
-    run = run_prompts if by_kernels else _run_chunks
-    data, outputs = run(rule, tokens, requests, others, outputs)
+    run, longer = run_prompts if by_kernels else _run_chunks, requests._replace(spans=others)
+    parts: list[tuple[Any, Requests]] = [(run, longer)]
+    if tokens.replay is not None and by_kernels:  # which know states alone
+        first, whole, rest = cut_at_checkpoints(tokens.replay, longer)
+        parts = [(_run_few, first), (run, whole), (_run_few, rest)]
+    for run_part, part in parts:
+        tokens = tokens.after(data, tokens.inputs)
+        data, outputs = run_part(rule, tokens, part, part.spans, outputs)
     return data, clear_padding(requests, outputs)[:count]
+
+
+def _run_few(
+    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, outputs: Array
+) -> tuple[Array, Array]:
+    """Runs requests whose tokens end at the next checkpoint or before."""
+    assert tokens.replay is not None
+    most = max(tokens.replay.length - 1, 2)
+    return step_mosaic(rule, tokens, requests._replace(spans=spans), None, most, outputs)
 
 
 def _run_chunks(
@@ -65,7 +84,9 @@ def _run_chunks(
     data = tokens.states.data
     tokens = tokens._replace(states=tokens.states.typed())
     elements, longer = run_chunks(rule, tokens, requests, spans, outputs.dtype)
-    is_covered = spans.cover(outputs.shape[0])[:, None, None]
+    rows = outputs.shape[0]  # kernels of prompts want other multiples
+    longer = jnp.pad(longer, ((0, max(rows - longer.shape[0], 0)), (0, 0), (0, 0)))[:rows]
+    is_covered = spans.cover(rows)[:, None, None]
     return from_words(elements, data), jnp.where(is_covered, longer, outputs)
 
 

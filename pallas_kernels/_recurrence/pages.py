@@ -54,6 +54,15 @@ class StatePages(NamedTuple):
         width = self.extent_bytes // self.itemsize
         return self._replace(data=as_elements(self.data, self.dtype, (-1, width)))
 
+    def are_beside(self, other: "StatePages") -> bool:
+        """Returns whether other arrays lie in the extents of the same pages."""
+        first, others = self.first, other.first
+        same = first is others or (
+            isinstance(first, int) and isinstance(others, int) and first == others
+        )
+        form = self.num_pages, self.page_step
+        return same and self.data is other.data and form == (other.num_pages, other.page_step)
+
     def contains(self, ids: Array) -> Array:
         """Returns which ids are in range."""
         return (ids >= 0) & (ids < self.num_pages)

@@ -21,6 +21,7 @@ class RequestStates:
     write_after: after how many of the request's tokens the state is written, each from 1 to their
       number; others write nothing. None: after the last one, to a single page.
     max_query_len: most tokens of a request; None: all. Up to 8 of them take a faster kernel.
+    num_computed_tokens: tokens of each request before the call; `Replay` needs them.
     """
 
     read_ids: Int32[Array, " requests"]
@@ -29,3 +30,4 @@ class RequestStates:
     query_lens: Int32[Array, " requests"] | None = None
     write_after: Int32[Array, "requests writes"] | None = None
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+    num_computed_tokens: Int32[Array, " requests"] | None = None

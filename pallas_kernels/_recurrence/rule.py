@@ -28,6 +28,43 @@ class Convolution(NamedTuple):
         return self.weights.shape[0]
 
 
+def replay_shapes(
+    length: int, states: tuple[int, ...], key_heads: int, itemsize: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Returns the shapes of the arrays of `Replay`, for states of [value_heads, V, K]."""
+    value_heads, value_size, key_size = states
+    # A float32 is the sum of so many numbers of the states' dtype; a load takes 16 of each.
+    terms, columns = 1 if itemsize == 4 else 3, -(-length // 16) * 16
+    return (
+        (key_heads, length, key_size),
+        (value_heads, length, value_size),
+        (value_heads, terms, columns),
+    )
+
+
+class Replay(NamedTuple):
+    """Inputs since a checkpoint of the state, instead of a state after each token.
+
+    After n tokens of a request, its page has the state after the first ``n // L * L`` of them, the
+    checkpoint, and in ring row ``p % L`` what each later token p has added to the state. The arrays
+    lie in the pages of the states, and have their dtype; rows of other tokens are undefined.
+
+    keys: [key_heads, L, K], as the state takes them.
+    added: [value_heads, L, V], the vector that the token adds for its key: ``d`` of `Rule`.
+    log_decay: [value_heads, n, 16 or more], the logarithm of the decay from the checkpoint to the
+      token, as the sum of n numbers: 1 of 4 bytes, or 3 of 2 bytes.
+    """
+
+    keys: StatePages
+    added: StatePages
+    log_decay: StatePages
+
+    @property
+    def length(self) -> int:
+        """Returns L."""
+        return self.keys.shape[1]
+
+
 class Rule(NamedTuple):
     """The recurrence of a layer: ``S = decay * S + d k^T``, ``o = S q``, for each value head.
 
@@ -125,15 +162,29 @@ class Requests(NamedTuple):
     read_ids: pages to resume from; ids of no page: zeros.
     write_ids: pages that take a state; ids of no page: none.
     spans: their tokens; None: request i has token i alone.
+    computed: how many tokens of each came before, for `Replay`.
     """
 
     read_ids: Int32[Array, " requests"]
     write_ids: Int32[Array, "requests writes"]
     spans: Spans | None = None
+    computed: Int32[Array, " requests"] | None = None
 
     @property
     def batch(self) -> int:
         return self.read_ids.shape[0]
+
+    def last_page(self) -> Array:
+        """Returns the page that takes the state after the last token of each; -1: none."""
+        if self.spans is None:
+            return self.write_ids[:, 0]
+        _, counts, after = self.spans.arrays()
+        return jnp.max(jnp.where(after == counts[:, None], self.write_ids, -1), axis=1)
+
+    def writing_last(self) -> Self:
+        """Returns the requests with this page alone."""
+        spans = self.spans and self.spans._replace(write_after=None)
+        return self._replace(write_ids=self.last_page()[:, None], spans=spans)
 
 
 class Tokens(NamedTuple):
@@ -141,12 +192,14 @@ class Tokens(NamedTuple):
 
     log_decay: the logarithm of the decay, of a head or of each key channel.
     states: [value_heads, V, K] in pages.
+    replay: the rings of their pages; None: pages have the state after the last token.
     """
 
     inputs: Float[Array, "tokens columns"]
     log_decay: Float[Array, "tokens value_heads *key_size"]
     beta: Float[Array, "tokens value_heads"]
     states: StatePages
+    replay: Replay | None = None
 
     def after(self, data: Array, inputs: Array) -> Self:
         """Returns the tokens after their convolution."""

@@ -21,7 +21,8 @@ from pallas_kernels._mosaic import Ref, Scratch, call_unfused, tiled_by, writabl
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
 from pallas_kernels._recurrence.step_kernel import Stepper
-from pallas_kernels._recurrence.step_shape import StepShape, step_shape
+from pallas_kernels._recurrence.step_replay import Replayer
+from pallas_kernels._recurrence.step_shape import GRANULE, StepShape, step_shape
 
 LEAST_ITEMS = 2  # per SM, for the convolution to be a part of the kernel
 
@@ -32,14 +33,15 @@ def step_mosaic(
     requests: Requests,
     conv: Convolution | None,
     most: int,
-    outputs: jax.ShapeDtypeStruct,
+    outputs: jax.ShapeDtypeStruct | Array,
 ) -> tuple[Array, Array]:
     """Returns the data of the pages with the new states, and the outputs.
 
     Args:
       conv: the convolution, if it is to be a part of the kernel; then requests have one token.
       most: most tokens of a request.
-      outputs: [T or more, value_heads, V]; undefined for tokens of no request.
+      outputs: [T or more, value_heads, V]; undefined for tokens of no request. Of an array, these
+        tokens keep what they have.
     """
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
@@ -47,22 +49,31 @@ def step_mosaic(
     operands = _operands(shape, tokens, requests, conv)
     head = states.start // (width * states.itemsize)
     conv_start = 0 if conv is None else conv.pages.start // states.itemsize
+    rings = tuple(part.start // (width * states.itemsize) for part in tokens.replay or ())
 
     def kernel(*refs: Ref) -> None:
-        Stepper(shape, head, conv_start, refs).run()
+        if shape.replay:
+            Replayer(shape, head, conv_start, rings, refs).run()
+        else:
+            Stepper(shape, head, conv_start, refs).run()
 
     call = plgpu.kernel(
         kernel,
-        out_type=outputs,
+        out_type=[] if isinstance(outputs, Array) else [outputs],
         grid=(shape.items,),
         grid_names=("cta",),
-        kernel_name="recurrent_step",
+        kernel_name="recurrent_replay" if shape.replay else "recurrent_step",
         scratch_types=_scratch(shape),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # With rings, those that are needed are in the code: the others are 100.
+            unsafe_no_auto_barriers=shape.replay > 0 and shape.by_tma,
+        ),
     )
-    ref = writable(pages)
-    found = call_unfused(call, operands, [ref])
-    return from_words(written(ref), states.data), found
+    refs = [writable(array) for array in (pages, outputs) if isinstance(array, Array)]
+    found = call_unfused(call, operands, refs)
+    written_pages, *out = map(written, refs)
+    return from_words(written_pages, states.data), [*out, *found][0]
 
 
 def _operands(
@@ -76,6 +87,7 @@ def _operands(
         jnp.asarray(first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
+        *([] if requests.computed is None or not shape.replay else [requests.computed]),
         *(requests.spans.arrays() if requests.spans else ()),
         log_decay.reshape(log_decay.shape[0], -1),
         tokens.beta.astype(jnp.float32),
@@ -89,16 +101,13 @@ def _operands(
     return operands
 
 
-def _is_same(a: Array | int, b: Array | int) -> bool:
-    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
-
-
 def _scratch(shape: StepShape) -> list[Scratch]:
     copies = (shape.staged + shape.conv_rows) * (2 + shape.heads)
     copies += shape.tokens * shape.heads if shape.decay_per_key else 0
+    copies += shape.replay // GRANULE * (1 + shape.heads)
     scratch: list[Scratch] = [plgpu.SMEM(size, dtype) for size, dtype in shape.scratch]
     if shape.conv_width:
-        scratch[-1] = outputs_scratch(shape)
+        scratch[-1 - len(shape.ring_scratch)] = outputs_scratch(shape)
     if not shape.by_tma:  # Mosaic copies by cp.async to tiles only
         size, dtype = shape.scratch[0]
         return [tiled_by(size, dtype, 128), *scratch[1:]]
@@ -125,14 +134,12 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
         return False
     row = rule.key_size * states.itemsize
     segment_bytes = max(rule.key_size, rule.value_size) * pages.itemsize
-    same = states.data is pages.data and _is_same(states.first, pages.first)
-    same &= (states.num_pages, states.page_step) == (pages.num_pages, pages.page_step)
     # A segment of inputs, of one head, lies within a row of the pages.
     aligned = row % segment_bytes == 0 and pages.start % segment_bytes == 0
     aligned &= (rule.columns * pages.itemsize) % segment_bytes == 0
     items = requests.batch * rule.key_heads
     enough = items >= LEAST_ITEMS * _capability.SMS_WITHOUT_GPU or rule.group <= 4
-    if not (same and aligned and enough):
+    if not (states.are_beside(pages) and aligned and enough):
         return False
     needed = step_shape(rule, tokens, requests, conv, 1).shared_bytes
     return needed <= _capability.shared_memory_bytes()

@@ -41,3 +41,4 @@ class Item(NamedTuple):
     page: Array  # first row of the page to read
     is_known: Array  # whether there is such a page
     is_needed: Array  # whether there is anything to do
+    tile: Array  # the first of a state's

@@ -92,6 +92,7 @@ class StepConvolution:
                 whole[...] = plgpu.layout_cast(
                     zeros, plgpu.Layout.WG_STRIDED(whole.shape, vec_size=1)
                 )
+            plgpu.commit_smem()  # a barrier: other threads read them
 
         rows = range(shape.conv_rows)
         taps = [self._unpack(self.taps.at[t]) for t in rows]

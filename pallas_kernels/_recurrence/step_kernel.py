@@ -1,6 +1,7 @@
 """The code of one thread block in the kernel of a recurrent step."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class Stepper:
         self.head_row = head_row
         rest = iter(refs)
         self.first, self.read_ids, self.write_ids = (next(rest) for _ in range(3))
+        self.computed: Ref = next(rest) if shape.replay else None
         self.starts: Ref = next(rest) if shape.ragged else None
         self.counts: Ref = next(rest) if shape.ragged else None
         self.write_after: Ref = next(rest) if shape.ragged else None
@@ -44,6 +46,7 @@ class Stepper:
         if shape.conv_width:
             given = self.pages, conv_start, weights, bias, self.staged, next(rest), next(rest)
             self.conv = StepConvolution(shape, *given)
+        self.ring_scratch = [next(rest) for _ in shape.ring_scratch]
         self.full: Ref = next(rest) if shape.by_tma else None
         self.ready: Ref = next(rest) if shape.by_tma else None
         self.layout = tile_layout(shape.page.itemsize)
@@ -57,6 +60,7 @@ class Stepper:
 
     def _locate(self) -> Item:
         shape, index = self.shape, lax.axis_index("cta")
+        tile, index = lax.rem(index, shape.parts), lax.div(index, shape.parts)
         parts = self.rule.value_heads // shape.heads
         request, head = lax.div(index, parts), lax.rem(index, parts) * shape.heads
         page, is_known = self._page(self.read_ids[request])
@@ -75,6 +79,7 @@ class Stepper:
             page=page,
             is_known=is_known,
             is_needed=is_needed,
+            tile=tile,
         )
 
     def _page(self, page: Array) -> tuple[Array, Array]:
@@ -128,6 +133,7 @@ class Stepper:
                     source = self.log_decay.at[token, pl.ds((item.head + j) * width, width)]
                     target = self.decays.at[t, pl.ds(j * width, width)]
                     copies.append((source, target))
+        copies += self._more_copies(item)
         if not shape.by_tma:
             loaded = [plgpu.load(ref, layout=VECTOR, optimized=False) for ref, _ in copies]
             for value, (_, target) in zip(loaded, copies, strict=True):
@@ -138,6 +144,17 @@ class Stepper:
         if self.conv is not None:
             self.conv.fetch_taps(item, self.ready)
 
+    def _more_copies(self, item: Item) -> list[tuple[Ref, Ref]]:
+        """Returns what else to load before the item begins, sources and targets."""
+        return []
+
+    def _read_ahead(self, item: Item) -> Any:
+        """Reads what `_begin` needs, before it is known to be there, to hide the latency."""
+
+    def _begin(self, item: Item, gates: list[Any], write: tuple[Array, Array], ahead: Any) -> Any:
+        """Returns the vectors of a single token, when the inputs of an item are loaded."""
+        return None if self.shape.ragged else self._vectors(0)
+
     def _run_item(self, item: Item) -> None:
         shape = self.shape
         for stage in range(0 if shape.by_tma else shape.stages):
@@ -146,12 +163,15 @@ class Stepper:
         for stage in range(shape.stages if shape.by_tma else 0):
             self._fetch(item, stage, stage)
         write = self._page(self.write_ids[item.request, 0])
-        gates = [[self._gates(item, t, j) for t in range(shape.tokens)] for j in range(shape.heads)]
+        gates: list[Any] = [
+            [self._gates(item, t, j) for t in range(shape.tokens)] for j in range(shape.heads)
+        ]
+        ahead = self._read_ahead(item)
         if shape.by_tma:
             plgpu.barrier_wait(self.ready)
         if self.conv is not None:
             self.conv.run(item, *write)
-        vectors = None if shape.ragged else self._vectors(0)
+        vectors = self._begin(item, gates, write, ahead)
 
         @pl.loop(0, shape.tiles)
         def _(tile: Array) -> None:
@@ -190,7 +210,7 @@ class Stepper:
         decay = None if self.decays is not None else jnp.exp(self.log_decay[token, head])
         return decay, self.beta[token, head]
 
-    def _vectors(self, t: int) -> tuple[Array, Array, Array]:
+    def _vectors(self, t: Array | int) -> tuple[Array, Array, Array]:
         """Returns a token's query and key as columns, and their product."""
         width = self.rule.key_size
         source = self._inputs(t)
@@ -203,12 +223,12 @@ class Stepper:
             query *= self.rule.scale
         return query, key, jnp.sum(query * key)
 
-    def _values(self, t: int, tile: Array) -> Array:
+    def _values(self, t: Array | int, tile: Array) -> Array:
         source = self._inputs(t)
         start = 2 * self.rule.key_size + tile * self.shape.rows
         return load(source.at[pl.ds(start, self.shape.rows)], self.row)
 
-    def _inputs(self, t: int) -> Ref:
+    def _inputs(self, t: Array | int) -> Ref:
         """Returns a reference to the queries, keys and values of a token."""
         return self.staged.at[t] if self.conv is None else self.conv.outputs
 
@@ -219,7 +239,7 @@ class Stepper:
         j: Array,
         tile: Array,
         vectors: tuple[Array, Array, Array] | None,
-        gates: list[Gates],
+        gates: list[Any],
         write: tuple[Array, Array],
     ) -> None:
         """Updates a tile of a state by all tokens of the request."""
@@ -308,7 +328,7 @@ class Stepper:
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _store_output(self, item: Item, t: int, j: Array, tile: Array, out: Array) -> None:
+    def _store_output(self, item: Item, t: Array | int, j: Array, tile: Array, out: Array) -> None:
         rows = self.shape.rows
         start = lax.rem(tile, self.rule.value_size // rows) * rows
         target = self.out.at[item.token + t, item.head + j, pl.ds(start, rows)]

@@ -11,9 +11,12 @@ from pallas_kernels import _capability
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 
 TILE_BYTES = 16 * 1024  # of a tile of a state: what a thread block works on at once
+RING_TILE_BYTES = 8 * 1024  # the same with rings, which take registers and shared memory, too
 STAGES = 4  # tiles that a thread block has in shared memory
 SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
 BARRIER_BYTES = 8
+LOADED = 16  # rows of a ring that are loaded at once; its length is not more
+GRANULE = 4  # rows of a ring that are copied at once
 
 
 class StepShape(NamedTuple):
@@ -32,6 +35,9 @@ class StepShape(NamedTuple):
     inner: dtype of the convolution's inputs.
     ragged: whether requests have other numbers of tokens than one.
     by_tma: whether TMA copies; else states by cp.async, and the rest by loads and stores.
+    replay: tokens of a ring; 0: none.
+    terms: numbers that the logarithm of a decay is the sum of, in a ring.
+    parts: thread blocks of a head, each with one tile; 1: one computes all tiles of its heads.
     """
 
     rule: Rule
@@ -52,15 +58,18 @@ class StepShape(NamedTuple):
     page_rows: int
     num_pages: int
     batch: int
+    replay: int = 0
+    terms: int = 1
+    parts: int = 1
 
     @property
     def tiles(self) -> int:
         """Returns the tiles of an item."""
-        return self.heads * self.rule.value_size // self.rows
+        return self.heads * self.rule.value_size // self.rows // self.parts
 
     @property
     def items(self) -> int:
-        return self.batch * self.rule.value_heads // self.heads
+        return self.batch * self.rule.value_heads // self.heads * self.parts
 
     @property
     def channels(self) -> int:
@@ -86,7 +95,20 @@ class StepShape(NamedTuple):
         if fused:
             arrays.append(((self.conv_rows, channels // self.packed), self.page))
             arrays.append(((channels,), jnp.float32))  # outputs of the convolution
-        return arrays
+        return [*arrays, *self.ring_scratch]
+
+    @property
+    def ring_scratch(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
+        """Returns shape and dtype of each array of `StepRing` in shared memory."""
+        if not self.replay:
+            return []
+        rule, heads = self.rule, self.heads
+        return [
+            ((LOADED, rule.key_size), self.page),
+            ((heads, self.replay, rule.value_size), self.page),
+            ((heads, 3, LOADED), jnp.float32),
+            ((heads, 2, rule.value_size), jnp.float32),
+        ]
 
     @property
     def shared_bytes(self) -> int:
@@ -118,12 +140,16 @@ def step_shape(
 ) -> StepShape:
     """Chooses the constants of a call; ``most``: tokens of a request."""
     states, width, size = tokens.states, rule.key_size, tokens.states.itemsize
-    rows = max(16, min(rule.value_size, TILE_BYTES // (width * size)))
+    tile_bytes = TILE_BYTES if tokens.replay is None else RING_TILE_BYTES
+    rows = max(16, min(rule.value_size, tile_bytes // (width * size)))
     rows = math.gcd(rows, rule.value_size)
     heads = rule.group if conv is not None else 1
     while heads * rule.value_size // rows < STAGES and rule.group % (2 * heads) == 0:
         heads *= 2
-    stages = min(STAGES, heads * rule.value_size // rows)
+    parts = 1
+    if tokens.replay is not None and most > 1:  # of few requests, whose time counts
+        heads, parts = 1, rule.value_size // rows
+    stages = min(STAGES, heads * rule.value_size // rows // parts)
     return StepShape(
         rule=rule,
         tokens=most,
@@ -143,4 +169,7 @@ def step_shape(
         page_rows=states.page_step * (states.extent_bytes // (width * size)),
         num_pages=states.num_pages,
         batch=requests.batch,
+        replay=0 if tokens.replay is None else tokens.replay.length,
+        terms=1 if tokens.replay is None else tokens.replay.log_decay.shape[1],
+        parts=parts,
     )

@@ -1,18 +1,21 @@
 """Recurrent layers in XLA: one token of each request, and prompts in chunks of tokens."""
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float, Float32, Int32, Shaped
 
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
+from pallas_kernels._recurrence.pages import StatePages
+from pallas_kernels._recurrence.rings import Ring
 from pallas_kernels._recurrence.rule import (
     LEAST_LOG_DECAY,
     NORM_EPSILON,
+    Replay,
     Requests,
     Rule,
     Spans,
@@ -49,13 +52,43 @@ def _step(rule: Rule, tokens: Tokens, requests: Requests, out: jnp.dtype) -> tup
     queries, keys = (jnp.repeat(x, rule.group, axis=1) for x in (queries, keys))
     decay = jnp.exp(tokens.log_decay.astype(jnp.float32))
     decay = decay[..., None, :] if decay.ndim == 3 else decay[..., None, None]
-    state = tokens.states.read(requests.read_ids).astype(jnp.float32) * decay
+    checkpoint = tokens.states.read(requests.read_ids).astype(jnp.float32)
+    rings = None if tokens.replay is None else _StepRings(tokens.replay, tokens, requests)
+    state = (checkpoint if rings is None else rings.resume(checkpoint)) * decay
     if rule.delta:
         values = values - jnp.sum(state * keys[:, :, None], axis=-1)
     added = values * tokens.beta[..., None].astype(jnp.float32)
     state = state + added[..., None] * keys[:, :, None]
     outputs = jnp.sum(state * queries[:, :, None], axis=-1)
-    return tokens.states.write(requests.write_ids[:, 0], state), outputs.astype(out)
+    write_ids = requests.write_ids[:, 0]
+    if rings is None:
+        return tokens.states.write(write_ids, state), outputs.astype(out)
+    return rings.write(checkpoint, state, keys[:, :: rule.group], added), outputs.astype(out)
+
+
+class _StepRings:
+    """The rings of requests with one token each."""
+
+    def __init__(self, replay: Replay, tokens: Tokens, requests: Requests) -> None:
+        self.replay, self.tokens, self.requests = replay, tokens, requests
+        assert requests.computed is not None
+        self.row = requests.computed % replay.length
+        self.before = Ring.read(replay, tokens.states.data, requests.read_ids)
+
+    def resume(self, checkpoint: Array) -> Array:
+        """Returns the states before the tokens."""
+        return jax.vmap(Ring.resume)(self.before, checkpoint, self.row)
+
+    def write(self, checkpoint: Array, state: Array, keys: Array, added: Array) -> Array:
+        """Returns the data of the pages with the tokens, and their checkpoints if they change."""
+        given = self.row, keys, added, self.tokens.log_decay
+        rings = jax.vmap(Ring.append)(self.before, *(array[:, None] for array in given))
+        write_ids, states = self.requests.write_ids[:, 0], self.tokens.states
+        is_last = self.row == self.replay.length - 1
+        state = jnp.where(is_last[:, None, None, None], state, checkpoint)
+        moves = is_last | (self.requests.read_ids != write_ids)
+        data = states.write(jnp.where(moves, write_ids, -1), state)
+        return rings.write(self.replay, data, write_ids)
 
 
 class _Parts(NamedTuple):
@@ -85,7 +118,10 @@ def run_chunks(
     Within a chunk, tokens are combined by matrix products (Yang et al. 2024, arXiv:2412.06464,
     section 3.3), of `TOGETHER` chunks at once. A loop carries the state from chunk to chunk.
     """
-    count = tokens.inputs.shape[0]
+    count, rings = tokens.inputs.shape[0], None
+    if tokens.replay is not None:
+        rings = _ChunkRings.cut(tokens.replay, requests, spans)
+        spans = rings.spans
     chunks = cut_chunks(requests, spans, count, CHUNK)
     together = min(TOGETHER, chunks.first.size)
 
@@ -96,7 +132,7 @@ def run_chunks(
         )
         parts, inside = _parts(rule, tokens, mine)
         some = jnp.minimum(together, chunks.count - turn * together)
-        run_one = functools.partial(_run_chunk, tokens, mine, parts, inside)
+        run_one = functools.partial(_run_chunk, rule, tokens, mine, parts, inside, rings)
         return lax.fori_loop(0, some, run_one, carry)
 
     carry = _Carry(
@@ -117,26 +153,117 @@ class _Carry(NamedTuple):
 
 
 def _run_chunk(
-    tokens: Tokens, chunks: Chunks, parts: _Parts, inside: Array, i: Array, carry: _Carry
+    rule: Rule,
+    tokens: Tokens,
+    chunks: Chunks,
+    parts: _Parts,
+    inside: Array,
+    rings: "_ChunkRings | None",
+    i: Array,
+    carry: _Carry,
 ) -> _Carry:
     """Adds one of some chunks to the outputs and to the state."""
     data, outputs, state = carry
     pages = tokens.states._replace(data=data)
-    mine = jax.tree.map(lambda array: array[i], parts)
-    resumed = pages.read(chunks.read_ids[i]).astype(jnp.float32)
-    state = jnp.where(chunks.is_first[i], resumed, state)
+    mine, chunk = (jax.tree.map(lambda array: array[i], x) for x in (parts, chunks))
+    resumed = checkpoint = pages.read(chunk.read_ids).astype(jnp.float32)
+    if rings is not None:
+        resumed = rings.resume(data, chunk, checkpoint)
+    state = jnp.where(chunk.is_first, resumed, state)
     added = mine.values - jnp.einsum("hck,hvk->hcv", mine.erased, state)
     given = jnp.einsum("hck,hvk->hcv", mine.queries, state)
     given += jnp.einsum("hcd,hdv->hcv", mine.inner, added)
     state = state * mine.decay[:, None] + jnp.einsum("hcv,hck->hvk", added, mine.keys)
-    write_ids = chunks.write_ids[i]
-    data = pages.write(write_ids, jnp.broadcast_to(state, (*write_ids.shape, *state.shape)))
+    states = jnp.broadcast_to(state, (*chunk.write_ids.shape, *state.shape))
+    if rings is None:
+        data = pages.write(chunk.write_ids, states)
+    else:
+        data = rings.write(
+            pages, chunk, checkpoint, states, _ring_inputs(rule, tokens, chunk, added)
+        )
     # Rows past the chunk's end stay what they are.
-    before = lax.dynamic_slice_in_dim(outputs, chunks.first[i], CHUNK)
+    before = lax.dynamic_slice_in_dim(outputs, chunk.first, CHUNK)
     given = jnp.swapaxes(given, 0, 1).astype(outputs.dtype)
     given = jnp.where(inside[i][:, None, None], given, before)
-    outputs = lax.dynamic_update_slice_in_dim(outputs, given, chunks.first[i], axis=0)
+    outputs = lax.dynamic_update_slice_in_dim(outputs, given, chunk.first, axis=0)
     return _Carry(data, outputs, state)
+
+
+class _Inputs(NamedTuple):
+    """The rows of a chunk's tokens in a ring."""
+
+    keys: Float32[Array, "tokens key_heads key_size"]
+    added: Float32[Array, "tokens value_heads value_size"]
+    log_decay: Float[Array, "tokens value_heads"]
+
+
+def _ring_inputs(rule: Rule, tokens: Tokens, chunk: Chunks, added: Array) -> _Inputs:
+    token = chunk.first + jnp.arange(CHUNK, dtype=jnp.int32)
+    inputs, log_decay = (x.at[token].get(mode="clip") for x in (tokens.inputs, tokens.log_decay))
+    return _Inputs(prepare(rule, inputs)[1], jnp.swapaxes(added, 0, 1), log_decay)
+
+
+class _ChunkRings(NamedTuple):
+    """The rings that tokens in chunks read and write.
+
+    A page takes the state after some tokens: the last checkpoint before, which another page has if
+    the step does not reach it, and the tokens since.
+
+    spans: of the requests; states are written where checkpoints are reached.
+    computed: tokens of the requests before the step.
+    ends: position after the last token of each page, or -1 for pages that take nothing.
+    write_ids: the pages.
+    """
+
+    replay: Replay
+    spans: Spans
+    computed: Int32[Array, " requests"]
+    ends: Int32[Array, "requests writes"]
+    write_ids: Int32[Array, "requests writes"]
+
+    @classmethod
+    def cut(cls, replay: Replay, requests: Requests, spans: Spans) -> Self:
+        """Returns the rings of a step."""
+        assert requests.computed is not None
+        starts, counts, after = spans.arrays()
+        computed = requests.computed[:, None]
+        due = (after > 0) & (after <= counts[:, None])
+        ends = jnp.where(due, computed + after, -1)
+        until = jnp.where(due, ends // replay.length * replay.length - computed, 0)
+        spans = Spans(starts, counts, until)
+        return cls(replay, spans, requests.computed, ends, requests.write_ids)
+
+    def resume(self, data: Array, chunk: Chunks, checkpoint: Array) -> Array:
+        """Returns the state before the first chunk of a request."""
+        ring = Ring.read(self.replay, data, chunk.read_ids)
+        return ring.resume(checkpoint, self.computed[chunk.request] % self.replay.length)
+
+    def write(
+        self, pages: StatePages, chunk: Chunks, checkpoint: Array, states: Array, given: _Inputs
+    ) -> Array:
+        """Returns the data of the pages with what they take of a chunk.
+
+        Args:
+          checkpoint: that the request resumes from.
+          states: after the chunk, one for each page.
+        """
+        length, computed = self.replay.length, self.computed[chunk.request]
+        ends, write_ids = self.ends[chunk.request], self.write_ids[chunk.request]  # [W]
+        begins = ends // length * length  # of the rings
+        # A checkpoint that the step does not reach is the one that it resumes from.
+        copies = chunk.is_first & (ends >= 0) & (begins <= computed)
+        moves = copies & (write_ids != chunk.read_ids)
+        states = jnp.where(copies[:, None, None, None], checkpoint, states)
+        data = pages.write(jnp.where(moves, write_ids, chunk.write_ids), states)
+        first = computed + chunk.first - self.spans.starts[chunk.request]
+        offset = jnp.arange(CHUNK, dtype=jnp.int32)[None]
+        position = first + offset
+        takes = (position >= begins[:, None]) & (position < ends[:, None])
+        takes &= offset < chunk.end - chunk.first
+        before = Ring.read(self.replay, data, jnp.where(copies, chunk.read_ids, write_ids))
+        rows = jnp.where(takes, position % length, length)
+        rings = jax.vmap(lambda ring, rows: ring.append(rows, *given))(before, rows)
+        return rings.write(self.replay, data, jnp.where(takes.any(axis=1), write_ids, -1))
 
 
 def _parts(rule: Rule, tokens: Tokens, chunks: Chunks) -> tuple[_Parts, Array]:

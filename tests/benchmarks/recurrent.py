@@ -8,6 +8,7 @@ tokens, as in an engine; the last few are padding.
 
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +18,14 @@ import numpy as np
 from pallas_kernels import (
     Convolution,
     Implementation,
+    Replay,
     RequestStates,
     StatePages,
     default_implementation,
     gated_delta_rule,
     selective_scan,
 )
+from pallas_kernels._recurrence.rule import replay_shapes
 from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -34,6 +37,8 @@ class RecurrentSpec(NamedTuple):
 
     rule: "delta", "delta per key" (each key channel has a decay of its own), or "scan".
     drafts: tokens after which a state is written, other than the last one, of each request.
+    replay: tokens of a ring; 0: none. Requests are anywhere in theirs, so that a step writes some
+      checkpoints.
     """
 
     name: str
@@ -46,6 +51,7 @@ class RecurrentSpec(NamedTuple):
     state: str = "float32"
     drafts: int = 0
     width: int = 4
+    replay: int = 0
 
     @property
     def channels(self) -> int:
@@ -60,12 +66,24 @@ class RecurrentSpec(NamedTuple):
         return int(np.prod(self.state_shape)) * jnp.dtype(self.state).itemsize
 
     @property
+    def ring_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        item = jnp.dtype(self.state).itemsize
+        return replay_shapes(self.replay, self.state_shape, self.key_heads, item)
+
+    @property
     def conv_bytes(self) -> int:
         return (self.width - 1) * self.channels * 2
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all states, read once, and written once or after each token."""
+        """Bytes of all states, read once, and written once or after each token.
+
+        With replay, of a checkpoint in L steps, and of the rows of rings, of which half are there.
+        """
+        if self.replay:
+            row = sum(map(math.prod, self.ring_shapes)) * jnp.dtype(self.state).itemsize
+            moved = self.state_bytes * (1 + 1 / self.replay) + row * (0.5 + 1 / self.replay)
+            return int(len(self.counts) * moved)
         return len(self.counts) * (2 + self.drafts) * self.state_bytes
 
     def smaller(self, times: int) -> "RecurrentSpec":
@@ -82,6 +100,7 @@ SPECS = (
     RecurrentSpec("delta, decode 64", (1,) * 64),
     RecurrentSpec("delta, decode 256", (1,) * 256),
     RecurrentSpec("delta, decode 256, bf16 states", (1,) * 256, state="bfloat16"),
+    RecurrentSpec("delta, decode 64, bf16 states", (1,) * 64, state="bfloat16"),
     RecurrentSpec("delta, drafts 64 x 4", (4,) * 64, drafts=3),
     RecurrentSpec("delta, prompt 1 x 8k", (8192,)),
     RecurrentSpec("delta, prompts 8 x 1k, ragged", tuple(768 + 73 * i for i in range(8))),
@@ -91,6 +110,7 @@ SPECS = (
     RecurrentSpec("Mamba-2, decode 256", (1,) * 256, **MAMBA),
     RecurrentSpec("Mamba-2, prompt 1 x 8k", (8192,), **MAMBA),
 )
+RINGS = (16, 8)  # tokens of a ring
 SMALL = ("delta, decode 16", "delta, 63 decodes and 2k", "Mamba-2, decode 64")
 
 
@@ -102,6 +122,14 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         is_step = max(spec.counts) <= 8
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes * is_step)
         ours = add(default_implementation("recurrent_step"), time_ours(spec))
+        for length in RINGS if spec.rule == "delta" and not spec.drafts else ():
+            ringed = spec._replace(replay=length)
+            num_bytes = ringed.num_bytes * is_step
+            report.add(
+                *(spec.name, f"replay of {length}", time_ours(ringed)),
+                base=ours,
+                num_bytes=num_bytes,
+            )
         if ON_GPU and not spec.drafts and (is_step or spec.rule == "delta per key"):
             add("XLA", time_ours(spec, "xla"), base=ours)
         if peer is not None and peer.has_tables and spec.rule != "delta per key":
@@ -145,7 +173,8 @@ def page_sets(spec: RecurrentSpec) -> list[np.ndarray]:
 
 def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None) -> Times:
     arrays, batch = make_arrays(spec), len(spec.counts)
-    size = -(-(spec.conv_bytes + spec.state_bytes) // 4096) * 4096
+    ring_bytes = sum(map(math.prod, spec.ring_shapes)) * jnp.dtype(spec.state).itemsize
+    size = -(-(spec.conv_bytes + spec.state_bytes + ring_bytes) // 4096) * 4096
     counts = np.asarray(spec.counts, np.int32)
     is_step = counts.max() == 1
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -154,18 +183,28 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
     start = -(-spec.conv_bytes // 512) * 512
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def call(data: jax.Array, arrays: Arrays, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def call(
+        data: jax.Array, arrays: Arrays, ids: jax.Array, computed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         states = StatePages(data, jnp.dtype(spec.state), spec.state_shape, POOL, start=start)
         windows = StatePages(data, jnp.bfloat16, (spec.width - 1, spec.channels), POOL)
         options: dict[str, Any] = {
             "convolution": Convolution(windows, arrays.weights),
             "implementation": implementation,
         }
-        requests = RequestStates(ids[:, 0], ids[:, 0])
+        before = {}
+        if spec.replay:
+            parts, begin = [], start + spec.state_bytes
+            for shape in spec.ring_shapes:
+                parts.append(states._replace(shape=shape, start=begin))
+                begin += parts[-1].num_bytes
+            options["replay"] = Replay(*parts)
+            before = {"num_computed_tokens": computed}
+        requests = RequestStates(ids[:, 0], ids[:, 0], **before)
         if not is_step:
             lists = {"query_start_loc": jnp.asarray(starts), "write_after": jnp.asarray(after)}
             most = int(counts.max())
-            requests = RequestStates(ids[:, 0], ids, **lists, max_query_len=most)
+            requests = RequestStates(ids[:, 0], ids, **lists, max_query_len=most, **before)
         given = arrays.inputs, arrays.log_decay, arrays.beta, states, requests
         if spec.rule == "scan":
             return selective_scan(*given, num_groups=spec.key_heads, **options)
@@ -173,9 +212,11 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
 
     held = [jnp.full((POOL, size), 1, jnp.uint8)]  # small numbers in every dtype
     turns = itertools.cycle([jnp.asarray(ids) for ids in page_sets(spec)])
+    places = [np.arange(batch) + i if max(counts) == 1 else np.zeros(batch) for i in range(16)]
+    positions = itertools.cycle([jnp.asarray(place, jnp.int32) for place in places])
 
     def step() -> jax.Array:
-        held[0], out = call(held[0], arrays, next(turns))
+        held[0], out = call(held[0], arrays, next(turns), next(positions))
         return out
 
     return measure(step)

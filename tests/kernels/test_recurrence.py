@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from jaxkv.testing import assert_same_bytes
 from pallas_kernels import (
     Convolution,
+    Replay,
     RequestStates,
     StatePages,
     _mosaic,
@@ -28,9 +30,16 @@ from pallas_kernels import (
 from pallas_kernels._recurrence import limits, prompt, prompt_parts, step, step_convolution, xla
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks
 from pallas_kernels._recurrence.prompt_shape import PromptShape
-from pallas_kernels._recurrence.rule import Requests, Rule, Tokens
+from pallas_kernels._recurrence.rule import Requests, Rule, Tokens, replay_shapes
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
-from tests.reference_recurrence import RecurrentCase, convolve, normalized, state_of, write_states
+from tests.reference_recurrence import (
+    RecurrentCase,
+    convolve,
+    normalized,
+    replayed,
+    state_of,
+    write_states,
+)
 
 PAGES, STEP, FIRST = 12, 2, 1  # a page is every second extent, from the second one on
 AS_DRAWN = (Phase.explicit, Phase.reuse, Phase.generate)  # to shrink an example takes minutes
@@ -55,6 +64,7 @@ class Layer(NamedTuple):
     conv_first: extent of the first page of these.
     typed: whether the pages are an array of the state's dtype, not of bytes.
     holes: tokens between one request and the next.
+    replay: tokens of a ring; 0: none.
     """
 
     key_heads: int = 1
@@ -77,6 +87,7 @@ class Layer(NamedTuple):
     conv_first: int = FIRST
     typed: bool = False
     holes: int = 0
+    replay: int = 0
 
     def __str__(self) -> str:
         defaults = self._field_defaults
@@ -96,6 +107,19 @@ class Layer(NamedTuple):
         """Bytes of an extent before the state: some, and the inputs of the convolution."""
         row = self.key * np.dtype(dtype(self.state)).itemsize
         return -(-(self.before + self.conv_bytes) // row) * row
+
+    @property
+    def ring_shapes(self) -> tuple[tuple[int, ...], ...]:
+        if not self.replay:
+            return ()
+        item = dtype(self.state).itemsize
+        return replay_shapes(self.replay, self.state_shape, self.key_heads, item)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, and of a ring behind it."""
+        shapes = self.state_shape, *self.ring_shapes
+        return sum(map(math.prod, shapes)) * dtype(self.state).itemsize
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -129,14 +153,26 @@ class Arrays(NamedTuple):
     write_after: np.ndarray
     starts: np.ndarray
     lens: np.ndarray
+    computed: np.ndarray
 
 
-def states_in(layer: Layer, data: Any) -> np.ndarray:
-    """The states of all pages, in float64."""
-    size = np.prod(layer.state_shape) * dtype(layer.state).itemsize
-    part = np.asarray(data).view(np.uint8)[FIRST::STEP][:PAGES, layer.start : layer.start + size]
-    part = np.ascontiguousarray(part).view(dtype(layer.state))
-    return part.reshape(PAGES, *layer.state_shape).astype(np.float64)
+def states_in(layer: Layer, data: Any, computed: dict[int, int]) -> np.ndarray:
+    """The states of all pages, in float64.
+
+    Args:
+      computed: tokens that a page has the state after; of others, the checkpoint is returned.
+    """
+    end = layer.start + layer.state_bytes
+    part = np.asarray(data).view(np.uint8)[FIRST::STEP][:PAGES, layer.start : end]
+    part = np.ascontiguousarray(part).view(dtype(layer.state)).astype(np.float64)
+    shapes = layer.state_shape, *layer.ring_shapes
+    parts = np.split(part, np.cumsum([*map(math.prod, shapes)])[:-1], axis=1)
+    states, *ring = (x.reshape(PAGES, *shape) for x, shape in zip(parts, shapes, strict=True))
+    for page, count in computed.items() if layer.replay else ():
+        if 0 <= page < PAGES:
+            mine = [array[page] for array in ring]
+            states[page] = replayed(states[page], mine, count % layer.replay)
+    return states
 
 
 def windows_in(layer: Layer, data: Any) -> np.ndarray:
@@ -150,19 +186,22 @@ def windows_in(layer: Layer, data: Any) -> np.ndarray:
 def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: Any) -> Arrays:
     """Makes arguments; what is no state of a listed page is NaN in every dtype."""
     rng = np.random.default_rng(seed)
-    heads, value, key = layer.state_shape
+    heads, key = layer.value_heads, layer.key
     row = key * dtype(layer.state).itemsize
-    size = layer.start + heads * value * row + max(512, row)
+    size = -(-(layer.start + layer.state_bytes + max(512, row)) // row) * row
+    computed = rng.integers(0, 3 * layer.replay, len(counts), endpoint=True)
     data = np.full((FIRST + STEP * PAGES, size), 0xFF, np.uint8)
 
     def put(extent: int, start: int, array: np.ndarray) -> None:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         data[extent, start : start + raw.size] = raw
 
-    for page in given["read_ids"]:
+    for page, before in zip(given["read_ids"], computed, strict=True):
         if 0 <= page < PAGES:
-            state = rng.normal(size=layer.state_shape).astype(dtype(layer.state))
-            put(FIRST + STEP * page, layer.start, state)
+            state = rng.normal(size=layer.state_shape)
+            arrays = [state, *make_ring(layer, before % max(1, layer.replay), rng)]
+            flat = np.concatenate([array.reshape(-1) for array in arrays])
+            put(FIRST + STEP * page, layer.start, flat.astype(dtype(layer.state)))
             if layer.width:
                 window = rng.normal(size=(layer.width - 1, layer.channels))
                 extent = layer.conv_first + STEP * page
@@ -193,39 +232,60 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
         rng.normal(size=layer.channels).astype(dtype(layer.inputs)),
         starts=as_ids(starts),
         lens=as_ids(counts),
+        computed=as_ids(computed),
         **given,
     )
 
 
-def pages_of(layer: Layer, data: Any) -> tuple[StatePages, StatePages]:
+def make_ring(layer: Layer, filled: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Returns the arrays of a ring with so many tokens, and NaN in its other rows."""
+    if not layer.replay:
+        return []
+    keys, added, log_decay = ring = [np.full(shape, np.nan) for shape in layer.ring_shapes]
+    keys[:, :filled] = normalized(rng.normal(size=keys.shape))[:, :filled]
+    added[:, :filled] = rng.normal(size=added.shape)[:, :filled]
+    log_decay[..., :filled] = -np.cumsum(rng.exponential(size=log_decay.shape) / 8, -1)[
+        ..., :filled
+    ]
+    return ring
+
+
+def pages_of(layer: Layer, data: Any) -> tuple[StatePages, StatePages, Replay | None]:
     common = {"num_pages": PAGES, "page_step": STEP}
     states = StatePages(
         data, dtype(layer.state), layer.state_shape, first=FIRST, start=layer.start, **common
     )
     shape = (max(1, layer.width - 1), layer.channels)
-    return states, StatePages(
+    windows = StatePages(
         data, dtype(layer.conv), shape, first=layer.conv_first, start=layer.before, **common
     )
+    ring, start = [], states.start + states.num_bytes
+    for shape in layer.ring_shapes:
+        ring.append(states._replace(shape=shape, start=start))
+        start += ring[-1].num_bytes
+    return states, windows, Replay(*ring) if ring else None
 
 
 def call(
     layer: Layer, given: Arrays, *, ragged: bool, most: int | None, implementation: Any
 ) -> Any:
     """Calls the kernel of a layer."""
-    states, windows = pages_of(layer, given.data)
+    states, windows, replay = pages_of(layer, given.data)
     conv = None
     if layer.width:
         bias = given.bias if layer.bias else None
         conv = Convolution(windows, given.weights, bias)
         conv = conv if layer.silu else conv._replace(silu=False)
     options: dict[str, Any] = {"convolution": conv, "implementation": implementation}
+    options |= {"replay": replay} if replay else {}
     options |= {"scale": layer.scale} if layer.scale is not None else {}
     options |= {"out_dtype": dtype(layer.out)} if layer.out else {}
-    requests = RequestStates(given.read_ids, given.write_ids[:, 0])
+    before = given.computed if replay else None
+    requests = RequestStates(given.read_ids, given.write_ids[:, 0], num_computed_tokens=before)
     if ragged:
         lens = given.lens if layer.holes else None
         lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
-        requests = RequestStates(*lists, max_query_len=most)
+        requests = RequestStates(*lists, max_query_len=most, num_computed_tokens=before)
     arguments = given.inputs, given.log_decay, given.beta, states, requests
     if layer.rule == "scan":
         options |= {} if layer.values_first else {"values_first": False}
@@ -239,7 +299,8 @@ run = jax.jit(call, static_argnames=("layer", "ragged", "most", "implementation"
 
 def expect(layer: Layer, given: Arrays) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """Returns the states and windows of all pages, and the outputs."""
-    states = states_in(layer, given.data)
+    read = dict(zip(given.read_ids.tolist(), given.computed.tolist(), strict=True))
+    states = states_in(layer, given.data, read)
     windows = windows_in(layer, given.data) if layer.width else None
     new_states = states.copy()
     new_windows = None if windows is None else windows.copy()
@@ -303,16 +364,16 @@ def check(
     bound = max(layer.tolerance, 5e-3) if in_chunks and ON_GPU else layer.tolerance
     close = functools.partial(np.testing.assert_allclose, rtol=bound, atol=5 * bound)
     close(np.asarray(outputs, np.float64), expected)
-    close(states_in(layer, data), states)
+    found = states_in(layer, data, computed_in(given))
+    close(found, states)
     if in_chunks and layer.inputs == "bfloat16":  # the bound above is wide, because of 1 + 1 / 256
         assert relative_error(outputs, expected) < 1e-2
-        assert relative_error(states_in(layer, data), states) < 1e-2
+        assert relative_error(found, states) < 1e-2
     if implementation == "mosaic_gpu" and not in_chunks and layer.out == layer.state == "float32":
         assert relative_error(outputs, expected) < 1e-5  # nothing is rounded but to float32
     if windows is not None:
         close(windows_in(layer, data), windows, rtol=0, atol=0)
-    untouched = np.array(data).view(np.uint8)
-    size = np.prod(layer.state_shape) * dtype(layer.state).itemsize
+    untouched, size = np.array(data).view(np.uint8), layer.state_bytes
     for page in given.write_ids.reshape(-1):
         if 0 <= page < PAGES:  # all other bytes are those that were there
             saved = layer.conv_first, layer.before, layer.conv_bytes
@@ -320,6 +381,17 @@ def check(
                 place = first + STEP * page, slice(start, start + length)
                 untouched[place] = given.data[place]
     assert_same_bytes(untouched, given.data)
+
+
+def computed_in(given: Arrays) -> dict[int, int]:
+    """Returns after how many tokens pages have the state of, when the step is done."""
+    computed = dict(zip(given.read_ids.tolist(), given.computed.tolist(), strict=True))
+    rows = given.write_ids, given.write_after, given.computed, given.lens
+    for ids, afters, before, count in zip(*rows, strict=True):
+        for page, after in zip(ids.tolist(), afters.tolist(), strict=True):
+            if 1 <= after <= count:
+                computed[page] = before + after
+    return computed
 
 
 def relative_error(found: Any, expected: np.ndarray) -> float:
@@ -371,16 +443,22 @@ DRAFTS = (
 @settings(max_examples=1, phases=AS_DRAWN)
 @given(seed=st.integers(0, 99))
 def test_a_step_moves_each_state_by_one_token(implementation, layer, seed) -> None:
+    ids = choose_ids_of_steps(seed)
+    given = make(layer, [1] * 3, 3, seed, write_after=as_ids([[1]] * 3), **ids)
+    check(layer, given, implementation, ragged=False, most=None)
+
+
+def choose_ids_of_steps(seed: int) -> dict[str, np.ndarray]:
+    """Chooses pages for three requests that are no padding: each reads or writes one."""
     ids = choose_ids(seed, 3, 1)
-    # Requests that neither read nor write a page are padding: theirs get one to write.
+    # Those that neither read nor write a page are padding: theirs get one to write.
     spare = iter(
         [page for page in range(PAGES) if page not in [*ids["read_ids"], *ids["write_ids"]]]
     )
     for i, (read, write) in enumerate(zip(ids["read_ids"], ids["write_ids"][:, 0], strict=True)):
         if not (0 <= read < PAGES or 0 <= write < PAGES):
             ids["write_ids"][i] = next(spare)
-    given = make(layer, [1] * 3, 3, seed, write_after=as_ids([[1]] * 3), **ids)
-    check(layer, given, implementation, ragged=False, most=None)
+    return ids
 
 
 NAMES = ["float32", "bfloat16", "float16"]
@@ -463,6 +541,49 @@ def test_the_state_after_each_draft_is_written(implementation, layer, counts, se
     check(layer, given, implementation, in_chunks=in_chunks, ragged=True, most=3)
 
 
+REPLAYS = (
+    Layer(key_heads=2, value_heads=4, key=8, value=4, replay=3, width=4),
+    Layer(rule="scan", replay=16, state="bfloat16", scale=0.5),
+    Layer(key=8, value=16, replay=17, state="float16"),
+    Layer(1, 1, 1, 1, replay=1, rule="scan"),
+)
+
+
+REPLAYS_IN_KERNELS = (
+    Layer(key=128, value=128, width=4, conv="bfloat16", inputs="bfloat16", replay=8),
+    Layer(key=128, value=128, state="bfloat16", replay=16, rule="scan", scale=0.5),
+)
+
+
+@pytest.mark.parametrize(
+    ("layer", "implementation"),
+    [
+        *((layer, "xla") for layer in REPLAYS),
+        *(pytest.param(layer, "mosaic_gpu", marks=needs_mosaic) for layer in REPLAYS_IN_KERNELS),
+    ],
+    ids=str,
+)
+@settings(max_examples=6, phases=AS_DRAWN)
+@example(0)
+@given(seed=st.integers(0, 99))
+def test_a_step_adds_to_a_ring_or_writes_a_checkpoint(layer, implementation, seed) -> None:
+    ids = choose_ids_of_steps(seed)
+    given = make(layer, [1] * 3, 3, seed, write_after=as_ids([[1]] * 3), **ids)
+    check(layer, given, implementation, ragged=False, most=None)
+
+
+@pytest.mark.parametrize("layer", REPLAYS, ids=str)
+@settings(max_examples=4, phases=AS_DRAWN)
+@given(
+    st.sampled_from([[1, 150, 1], [0, 5, 65], [2, 0, 1], [63, 1, 64], [70, 60, 7]]),
+    st.integers(0, 99),
+)
+def test_prompts_end_with_a_checkpoint_and_a_ring(layer: Layer, counts: Any, seed: int) -> None:
+    after = choose_ends(seed, counts, beyond=3)
+    given = make(layer, counts, 200, seed, write_after=after, **choose_ids(seed, 3, 2))
+    check(layer, given, "xla", in_chunks=True, ragged=True, most=None)
+
+
 def choose_ends(seed: int, counts: list[int], beyond: int) -> np.ndarray:
     """Chooses two counts of tokens for each request, after which a page takes its state.
 
@@ -520,6 +641,31 @@ def test_prompts_go_through_kernels(layer: Layer, counts: list[int], seed: int) 
     after = choose_ends(seed, counts, beyond=0)
     given = make(layer, counts, 140, seed, write_after=after, **choose_ids(seed, 3, 2))
     check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=None)
+
+
+REPLAYED_PROMPTS = REPLAYS_IN_KERNELS[0]._replace(inputs="bfloat16", replay=16, width=0)
+
+
+@needs_mosaic
+@settings(max_examples=8, phases=AS_DRAWN if ON_GPU else [Phase.explicit])
+@example([2, 100, 0], 18)
+@example([1, 3, 70], 4)
+@given(
+    st.sampled_from([[1, 30, 0], [0, 64, 30], [3, 61, 64], [16, 100, 1], [70, 1, 50]]),
+    st.integers(0, 99),
+)
+def test_prompts_in_kernels_end_with_a_checkpoint_and_a_ring(counts: list[int], seed: int) -> None:
+    ids = choose_ids(seed, 3, 2)
+    given = make(REPLAYED_PROMPTS, counts, 140, seed, write_after=as_ids([[0, 0]] * 3), **ids)
+    # A page takes the last state, and another one a checkpoint before, if there is one.
+    last = given.computed + given.lens
+    checkpoints = np.maximum((last - 1) // 16 * 16 - given.computed, 0)
+    after = as_ids(np.stack([given.lens, checkpoints], axis=1))
+    given = given._replace(write_after=np.where(after > 0, after, -1))
+    spare = np.setdiff1d(range(PAGES), np.concatenate([ids["read_ids"], *ids["write_ids"]]))
+    for i in np.flatnonzero(~np.isin(ids["write_ids"][:, 0], range(PAGES))):
+        given.write_ids[i, 0], spare = spare[0], spare[1:]
+    check(REPLAYED_PROMPTS, given, "mosaic_gpu", in_chunks=True, ragged=True, most=None)
 
 
 @needs_mosaic
@@ -699,7 +845,7 @@ def test_a_convolution_by_itself(
         conv = Convolution(pages, given.weights, bias, silu=layer.silu)
         lens = given.lens if layer.holes else None
         lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
-        requests = RequestStates(*lists, max_query_len=most)
+        requests = RequestStates(*lists, max_query_len=most, num_computed_tokens=before)
         return causal_conv1d(given.inputs, conv, requests, implementation=implementation)
 
     with kernels_run():
@@ -786,7 +932,20 @@ def refused_convolutions() -> Iterator[tuple[str, Any, type, str]]:
         yield "convolution", conv, error, text
 
 
+RINGS = Replay(*(STATES._replace(shape=one) for one in replay_shapes(4, STATES.shape, 1, 4)))
+REFUSED_RINGS = [
+    ("replay", 5, TypeError, "replay must be of type Replay, got int"),
+    ("replay", RINGS, ValueError, "replay needs requests.num_computed_tokens"),
+    ("replay", RINGS._replace(keys=RINGS.added), ValueError, r"replay has .* want \(\(1, 4, 64\)"),
+    ("replay", RINGS._replace(keys=WINDOWS), ValueError, "replay.keys.shape=.* must have 3 sizes"),
+    (
+        *("replay", RINGS._replace(added=RINGS.added._replace(num_pages=8)), ValueError),
+        "replay.added must have data, num_pages, first and page_step of states, the very same",
+    ),
+    ("num_computed_tokens", INTS(2), ValueError, r"num_computed_tokens must be int32\[3\]"),
+]
 BAD = [
+    *REFUSED_RINGS,
     ("inputs", None, TypeError, "inputs must be an array of numbers, got NoneType"),
     ("inputs", jnp.ones((3, 250)), ValueError, r"want \[T, 256\]"),
     ("inputs", jnp.ones((256,)), ValueError, r"want \[T, 256\]"),

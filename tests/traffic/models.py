@@ -104,6 +104,10 @@ def random_layer(draw: random.Random, kind: str) -> tuple[Layer, jaxkv.specs.Lay
         if kind != "linear":
             dtypes[0] = draw.choice(["f32", "bf16"])
         size |= {"cache_mode": draw.choice(["none", "align", "all"])}
+        if kind != "conv":
+            is_any = size["cache_mode"] != "all"
+            lengths = [n for n in (1, 2, 3, 4) if is_any or size["block_size"] % n == 0]
+            size |= {"replay": random.Random(f"{kind} {size}").choice([0, *lengths])}
         return Layer(kind, taps=taps), jaxkv.StateSpec(shapes=shapes, dtypes=tuple(dtypes), **size)
     size |= {"dtype": draw.choice(["f32", "f32", "bf16", "f16"])}
     span = draw.choice([1, 3, 4, 6, 8])

@@ -143,8 +143,7 @@ def plot_page(
 def _contents(spec: LayerSpec) -> tuple[list[str], np.ndarray, int, str]:
     """Returns the parts of a row, their bytes, the rows of a page, and all of it as text."""
     if isinstance(spec, StateSpec):
-        arrays = zip(spec.dtypes, spec.shapes, strict=True)
-        names = [f"{dtype}{list(shape)}" for dtype, shape in arrays]
+        names = [f"{dtype}{list(shape)}" for shape, dtype in spec.arrays]
         text = f"one state of {spec.data_bytes:,} bytes, {' and '.join(names)}"
         return names, np.array(spec.array_bytes), 1, text
     row, rows = row_format(spec), rows_per_block(spec)

@@ -157,6 +157,11 @@ def _state_spec(layer: str, bound: BoundLayer, at: Array | None) -> StateSpec:
             f"layer={layer!r} stores tokens, not states; use read_tokens and write_tokens, or "
             "read_rows and write_rows for latent vectors"
         )
+    if spec.replay:
+        raise ValueError(
+            f"layer={layer!r} has replay={spec.replay}: its pages hold checkpoints and inputs, "
+            "which gated_delta, mamba2 and linear_attention read and write; plan it with replay=0"
+        )
     if layout.axis is not None and not runs_manually(layout.axis):
         raise ValueError(
             f"layer={layer!r} stores states, and jaxkv does not know which of their axes are "

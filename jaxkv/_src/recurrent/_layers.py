@@ -25,6 +25,7 @@ from jaxkv._src.specs import StateSpec
 from pallas_kernels import (
     Convolution,
     Implementation,
+    Replay,
     RequestStates,
     causal_conv1d,
     gated_delta_rule,
@@ -58,7 +59,10 @@ def gated_delta(
     of the convolution, and the states, of one rank. Call it inside ``jit``; with a donated cache,
     no state is copied. With ``cache_mode="all"``, the state at the end of each block is stored,
     too. With ``speculative_blocks``, so is the state after each token of a step that may verify
-    drafts, and the next step resumes after the tokens that `BlockManager.rewind` has left.
+    drafts, and the next step resumes after the tokens that `BlockManager.rewind` has left. With
+    ``replay``, a step writes what its token adds to the state into a ring, and the state itself
+    every L-th time; a decay for each key channel is refused then. Kernels take keys and values of
+    128 channels, and rings of 4, 8, 12 or 16 tokens; XLA computes others.
 
     Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, and each
     rank computes its own; queries and keys of fewer heads than ranks are repeated. XLA moves the
@@ -333,8 +337,11 @@ def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
     if given.log_decay is None or given.beta is None:
         data, out = causal_conv1d(given.inputs, conv, requests, **options)
         return data.reshape(bound.buffer.shape), out
-    arguments = given.inputs, given.log_decay, given.beta, pages[-1], requests
-    options |= {"convolution": conv, "scale": how.scale}
+    spec = bound.form.spec
+    states = len(spec.shapes) - 1  # rings follow
+    replay = Replay(*pages[states + 1 :]) if spec.replay else None
+    arguments = given.inputs, given.log_decay, given.beta, pages[states], requests
+    options |= {"convolution": conv, "replay": replay, "scale": how.scale}
     if how.kind == "delta":
         data, out = gated_delta_rule(*arguments, num_key_heads=how.key_heads, **options)
     else:
@@ -348,7 +355,8 @@ def _requests(bound: BoundLayer, num_tokens: int) -> RequestStates:
     batch, states = bound.batch, step_states(bound)
     is_one_each = batch.shape.max_query_len == 1 and num_tokens == batch.shape.batch_size
     if is_one_each and states.write_ids.shape[1] == 1:
-        return RequestStates(states.read_ids, states.write_ids[:, 0])
+        before = batch.num_computed_tokens
+        return RequestStates(states.read_ids, states.write_ids[:, 0], num_computed_tokens=before)
     starts = batch.query_start_loc
     if batch.is_rectangular:
         starts = jnp.arange(len(states.read_ids) + 1, dtype=jnp.int32) * batch.token_shape[1]
@@ -359,4 +367,5 @@ def _requests(bound: BoundLayer, num_tokens: int) -> RequestStates:
         query_lens=batch.query_lens,
         write_after=states.write_after,
         max_query_len=batch.shape.max_query_len,
+        num_computed_tokens=batch.num_computed_tokens,
     )

@@ -80,7 +80,7 @@ def state_pages(bound: BoundLayer) -> list[StatePages]:
     pages = bound.layout.num_blocks, first, extents.tile_step
     return [
         StatePages(data, jnp.dtype(dtype), shape, *pages, start=start)
-        for dtype, shape, start in zip(spec.dtypes, spec.shapes, starts, strict=False)
+        for (shape, dtype), start in zip(spec.arrays, starts, strict=False)
     ]
 
 

@@ -15,10 +15,16 @@ from jaxkv._src.internal.checks import (
 )
 from jaxkv._src.internal.text import shown
 from jaxkv._src.specs._base import LayerSpec
-from jaxkv._src.specs._dtypes import canonical_dtype, check_no_heads, packed_bytes
+from jaxkv._src.specs._dtypes import (
+    DTYPE_BYTES,
+    canonical_dtype,
+    check_no_heads,
+    packed_bytes,
+)
 from jaxkv._src.specs._growth import CacheMode, Growth
 
 Shapes = tuple[tuple[int, ...], ...]
+FLOATS = ("float32", "bfloat16", "float16")  # of states that are replayed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,12 +49,18 @@ class StateSpec(LayerSpec):
       them, so write the accepted state with ``at=0`` in the step that accepts it. Verify drafts
       in a step of their own, of at most ``1 + speculative_blocks`` tokens of the request: a longer
       one counts as a part of a prompt, whose newest state alone is kept.
+    replay: tokens of a ring, L; 0: none. Instead of the state after each token, a page has a
+      checkpoint, the state after the last multiple of L tokens, and a ring of what later tokens
+      have added to it: a decode reads both, and writes an L-th of the states. The layer has one
+      decay for each head, and no ``speculative_blocks``; read and write its states by
+      `jaxkv.gated_delta`, `jaxkv.mamba2` or `jaxkv.linear_attention` alone.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     cache_mode: CacheMode = "none"
     speculative_blocks: int = 0
+    replay: int = 0
     kind: ClassVar[str] = "state"
 
     def __post_init__(self) -> None:
@@ -70,14 +82,58 @@ class StateSpec(LayerSpec):
         for shape in self.shapes:
             check_positive(**{f"shapes[{i}]": size for i, size in enumerate(shape)})
         check_choice(get_args(CacheMode), cache_mode=self.cache_mode)
-        check_count(speculative_blocks=self.speculative_blocks)
+        check_count(speculative_blocks=self.speculative_blocks, replay=self.replay)
+        if self.replay:
+            self._check_replay()
         super().__post_init__()
+
+    def _check_replay(self) -> None:
+        if len(self.shapes[-1]) != 3 or self._key_heads < 1 or self.dtypes[-1] not in FLOATS:
+            raise ValueError(
+                f"replay={self.replay} needs states of heads x values x keys in "
+                f"{', '.join(FLOATS)}, after the inputs of a convolution over queries, keys and "
+                f"values, if there is one; got shapes={self.shapes}, dtypes={self.dtypes}. "
+                "Pass replay=0"
+            )
+        if self.speculative_blocks:
+            raise ValueError(
+                f"replay={self.replay} and speculative_blocks={self.speculative_blocks}: states of "
+                "drafts are not replayed; pass one of them as 0"
+            )
+        if self.cache_mode == "all" and self.block_size % self.replay:
+            raise ValueError(
+                f"replay={self.replay} does not divide block_size={self.block_size}, and "
+                'cache_mode="all" keeps a checkpoint at the end of each block; pass a divisor'
+            )
+
+    @property
+    def _key_heads(self) -> int:
+        """Heads of keys in a ring, by the channels of the convolution; else as many as states."""
+        heads, value_size, key_size = self.shapes[-1]
+        if len(self.shapes) == 1:
+            return heads
+        keys, rest = divmod(self.shapes[0][-1] - heads * value_size, 2 * key_size)
+        return 0 if rest or len(self.shapes) != 2 else keys
+
+    @property
+    def arrays(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Shape and dtype of each array of a page, in order: the state's, and those of a ring.
+
+        A ring has keys, what each adds, and the logarithms of decays; see `pallas_kernels.Replay`.
+        """
+        arrays = tuple(zip(self.shapes, self.dtypes, strict=True))
+        if not self.replay:
+            return arrays
+        (heads, value_size, key_size), dtype = arrays[-1]
+        terms, columns = 1 if DTYPE_BYTES[dtype] == 4 else 3, -(-self.replay // 16) * 16
+        keys = self._key_heads, self.replay, key_size
+        added, log_decay = (heads, self.replay, value_size), (heads, terms, columns)
+        return (*arrays, *((shape, dtype) for shape in (keys, added, log_decay)))
 
     @property
     def array_bytes(self) -> tuple[int, ...]:
-        """Bytes of each array of one state, in the order of the page."""
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return tuple(packed_bytes(math.prod(shape), dtype) for shape, dtype in pairs)
+        """Bytes of each of `arrays`."""
+        return tuple(packed_bytes(math.prod(shape), dtype) for shape, dtype in self.arrays)
 
     @property
     def data_bytes(self) -> int:
@@ -94,7 +150,7 @@ class StateSpec(LayerSpec):
 
     @property
     def interpretation(self) -> Hashable:
-        return ("state", self.shapes, self.dtypes)
+        return ("state", self.shapes, self.dtypes, self.replay)
 
 
 def divide(name: str, size: int, ranks: int) -> int:

@@ -312,8 +312,8 @@ def _row_positions(spec: LayerSpec, computed: int, total: int) -> np.ndarray:
 def _runs(spec: LayerSpec) -> list[tuple[np.dtype, int]]:
     """Returns the dtypes in a page, in order, and the bytes of each."""
     if isinstance(spec, StateSpec):
-        pairs = zip(spec.dtypes, spec.array_bytes, strict=True)
-        return [(jnp.dtype(dtype), num_bytes) for dtype, num_bytes in pairs]
+        pairs = zip(spec.arrays, spec.array_bytes, strict=True)
+        return [(jnp.dtype(dtype), num_bytes) for (_, dtype), num_bytes in pairs]
     return [(jnp.dtype(row_format(spec).dtype), spec.data_bytes)]
 
 

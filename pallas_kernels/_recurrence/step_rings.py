@@ -1,0 +1,268 @@
+"""The inputs since a checkpoint, as a part of the kernel of a recurrent step.
+
+A token needs the product of the state with its key and with its query. Those with what the ring
+adds to the checkpoint are found once for each head: the state itself is needed every L-th time, to
+become the checkpoint.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic import Ref, load, store
+from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY
+from pallas_kernels._recurrence.step_common import Item, tile_layout
+from pallas_kernels._recurrence.step_shape import GRANULE, LOADED, StepShape
+
+
+class Total(NamedTuple):
+    """Logarithms of decays from the checkpoint, of a head.
+
+    before: to the new token, exclusive.
+    total: to each token of the ring, [16].
+    is_there: which of them there are.
+    """
+
+    before: Array
+    total: Array
+    is_there: Array
+
+
+class StepRing:
+    """The ring of one thread block's item: references, and its code.
+
+    rows: of a page before its arrays of keys, of what is added, and of decays.
+    pages: [rows, K], of the whole pool.
+    computed: tokens of each request before the step.
+    keys, added: shared memory, [16, K] and [heads, L, V], in elements of the pages.
+    weights: shared memory, float32[heads, 3, 16]: of each token in the products with the key and
+      the query of the new one, and in the state before that.
+    sums: shared memory, float32[heads, 2, V], these products.
+    """
+
+    def __init__(
+        self,
+        shape: StepShape,
+        rows: tuple[int, ...],
+        pages: Ref,
+        computed: Ref,
+        scratch: list[Ref],
+    ) -> None:
+        self.shape, self.rule, self.length = shape, shape.rule, shape.replay
+        self.rows, self.pages, self.computed = rows, pages, computed
+        self.keys, self.added, self.weights, self.sums = scratch
+        tile = tile_layout(shape.page.itemsize)
+        self.tile, self.row, self.column = tile, tile.reduce(1), tile.reduce(0)
+        width = self.rule.key_size
+        self.vector = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
+
+    def filled(self, item: Item) -> Array:
+        """Returns the ring row of an item's next token."""
+        return lax.rem(self.computed[item.request], self.length)
+
+    def known(self, item: Item) -> Array:
+        """Returns how many rows of the ring there are to read."""
+        return jnp.where(item.is_known, self.filled(item), 0)
+
+    def is_last(self, item: Item) -> Array:
+        """Returns whether the item's last token is followed by a checkpoint."""
+        return self.filled(item) + item.count == self.length
+
+    def _key_row(self, page: Array, item: Item, i: Array) -> Ref:
+        return self.pages.at[page + self.rows[0] + item.key_head * self.length + i]
+
+    def _added_row(self, page: Array, item: Item, j: Array | int, i: Array) -> Ref:
+        return self.pages.at[page + self.rows[1] + (item.head + j) * self.length + i]
+
+    def _totals(self, page: Array, item: Item, j: int, term: int) -> tuple[Array, Array]:
+        """Returns the row and the first column of a head's decays."""
+        width, terms = self.rule.key_size, self.shape.terms
+        start = ((item.head + j) * terms + term) * LOADED
+        return page + self.rows[2] + lax.div(start, width), lax.rem(start, width)
+
+    def copies(self, item: Item) -> list[tuple[Ref, Ref]]:
+        """Returns the parts of rings to load, sources and targets in shared memory.
+
+        Rows that hold nothing yet are not loaded: for them the first ones are, which are cached.
+        """
+        found: list[tuple[Ref, Ref]] = []
+        for first in range(0, self.length, GRANULE):
+            start = jnp.where(first < self.known(item), first, 0)
+            source = item.page + self.rows[0] + item.key_head * self.length + start
+            found.append(
+                (self.pages.at[pl.ds(source, GRANULE)], self.keys.at[pl.ds(first, GRANULE)])
+            )
+            for j in range(self.shape.heads):
+                source = item.page + self.rows[1] + (item.head + j) * self.length + start
+                target = self.added.at[j, pl.ds(first, GRANULE)]
+                found.append((self.pages.at[pl.ds(source, GRANULE)], target))
+        return found
+
+    def weigh(
+        self,
+        item: Item,
+        write: tuple[Array, Array],
+        query: Array,
+        key: Array,
+        logs: list[Array],
+        totals: list[Total],
+    ) -> list[tuple[Array, Array]]:
+        """Finds the weights of the ring's tokens and its products, and writes a new token's decay.
+
+        Args:
+          write: first row of the page to write, and whether there is one.
+          query, key: of the new token, as columns.
+          logs: of its decay, for each head.
+          totals: from `read_total`, for each head.
+
+        Returns:
+          For each head the decay since the checkpoint, before the token and after it.
+        """
+        keys = load(self.keys, self.tile)
+        seen = [(keys * lax.broadcast_in_dim(v, keys.shape, [1])).sum(axis=1) for v in (key, query)]
+        decays: list[tuple[Array, Array]] = []
+        written: list[Array] = []
+        for j, (log, (before, total, is_there)) in enumerate(zip(logs, totals, strict=True)):
+            after = before + jnp.maximum(log, LEAST_LOG_DECAY)
+            to_new = jnp.where(is_there, jnp.exp(after - total), 0.0)
+            for n, product in enumerate(seen):  # of rows that hold nothing they may be NaN
+                store(self.weights.at[j, n], jnp.where(is_there, product * to_new, 0.0))
+            self._store_weights(j, before, total, is_there)
+            decays.append((jnp.exp(before), jnp.exp(after)))
+            written.append(self._put(total, self.filled(item), after))
+        self._commit()  # a barrier: all threads have read what is overwritten
+        for j, total in enumerate(written):
+            self._store_total(item, write, j, total)
+        self._add_up(self.known(item))
+        return decays
+
+    def prepare(
+        self, item: Item, write: tuple[Array, Array], logs: list[Array], total_read: Total
+    ) -> Array:
+        """Finds the weights of the ring's tokens, and writes the decays of new tokens of one head.
+
+        Returns:
+          The decay from the checkpoint to the first of them.
+        """
+        before, total, is_there = total_read
+        self._store_weights(0, before, total, is_there)
+        after = before
+        for t, log in enumerate(logs):
+            after += jnp.maximum(log, LEAST_LOG_DECAY)
+            row = jnp.where(t < item.count, self.filled(item) + t, -1)
+            total = self._put(total, row, after)
+        self._commit()  # a barrier: all threads have read what is overwritten
+        self._store_total(item, write, 0, total)
+        return jnp.exp(before)
+
+    def read_total(self, item: Item, j: int) -> Total:
+        """Reads the logarithms of decays of a head."""
+        known, last = self.known(item), jnp.float32(0)
+        terms: list[Array] = []
+        for term in range(self.shape.terms):
+            row, column = self._totals(item.page, item, j, term)
+            terms.append(load(self.pages.at[row, pl.ds(column, LOADED)], self.row))
+            last += self.pages[row, column + jnp.maximum(known - 1, 0)].astype(jnp.float32)
+        is_there = self._index() < known
+        total = jnp.where(is_there, sum(terms[1:], terms[0]), 0.0)
+        return Total(jnp.where(known > 0, last, 0.0), total, is_there)
+
+    def _index(self) -> Array:
+        return plgpu.broadcasted_iota(jnp.int32, (LOADED,), 0, layout=self.row)
+
+    def _put(self, total: Array, row: Array, value: Array) -> Array:
+        return jnp.where(self._index() == row, lax.broadcast(value, total.shape), total)
+
+    def _store_weights(self, j: int, before: Array, total: Array, is_there: Array) -> None:
+        """Stores the decays from the ring's tokens to the new one."""
+        store(self.weights.at[j, 2], jnp.where(is_there, jnp.exp(before - total), 0.0))
+
+    def _store_total(self, item: Item, write: tuple[Array, Array], j: int, total: Array) -> None:
+        page, is_known = write
+        for term in range(self.shape.terms):
+            part = total.astype(self.shape.page)
+            total = total - part.astype(jnp.float32)
+            row, column = self._totals(page, item, j, term)
+
+            @pl.when(is_known)
+            def _(row: Array = row, column: Array = column, part: Array = part) -> None:
+                store(self.pages.at[row, pl.ds(column, LOADED)], part)
+
+    def _add_up(self, known: Array) -> None:
+        """Finds the products of what the ring adds with the new token's key and query."""
+
+        @pl.loop(0, self.shape.heads)
+        def _(j: Array) -> None:
+            sums = [plgpu.layout_cast(jnp.zeros(self.rule.value_size), self.vector)] * 2
+            for i in range(self.length):
+                added = load(self.added.at[j, i], self.vector)
+                added = jnp.where(lax.broadcast(i < known, added.shape), added, 0.0)
+                sums = [total + added * self.weights[j, n, i] for n, total in enumerate(sums)]
+            for n, total in enumerate(sums):
+                store(self.sums.at[j, n], total)
+
+        self._commit()
+
+    def _commit(self) -> None:
+        if self.shape.by_tma:  # without, Mosaic's own barriers are enough
+            plgpu.commit_smem()
+
+    def products(self, j: Array, start: Array) -> tuple[Array, Array]:
+        """Returns the ring's part in the products of a tile's values with the key and the query."""
+        part = pl.ds(start, self.shape.rows)
+        seen, shown = (load(self.sums.at[j, n, part], self.row) for n in range(2))
+        return seen, shown
+
+    def resume(self, item: Item, state: Array, j: Array, start: Array) -> Array:
+        """Returns a tile of the state before the new token, from the decayed checkpoint."""
+
+        def add(i: Array, state: Array) -> Array:
+            added = load(self.added.at[j, i, pl.ds(start, self.shape.rows)], self.row)
+            key = lax.broadcast_in_dim(load(self.keys.at[i], self.column), state.shape, [1])
+            return state + lax.broadcast_in_dim(added * self.weights[j, 2, i], key.shape, [0]) * key
+
+        return lax.fori_loop(0, self.known(item), add, state)
+
+    def store_key(
+        self, item: Item, write: tuple[Array, Array], key: Array, t: Array | int = 0
+    ) -> None:
+        """Writes a new token's key, once for all value heads of a key head."""
+        page, is_known = write
+
+        @pl.when(is_known & (lax.rem(item.head, self.rule.group) == 0) & (item.tile == 0))
+        def _() -> None:
+            store(self._key_row(page, item, self.filled(item) + t), key.astype(self.shape.page))
+
+    def store_added(
+        self,
+        item: Item,
+        write: tuple[Array, Array],
+        j: Array | int,
+        start: Array,
+        added: Array,
+        t: Array | int = 0,
+    ) -> None:
+        """Writes what a new token adds, for a tile of values."""
+        page, is_known = write
+
+        @pl.when(is_known)
+        def _() -> None:
+            row = self._added_row(page, item, j, self.filled(item) + t)
+            store(row.at[pl.ds(start, self.shape.rows)], added.astype(self.shape.page))
+
+    def move(self, item: Item, page: Array) -> None:
+        """Writes the rows of the ring to another page; zeros if there are none to read."""
+
+        @pl.loop(0, self.filled(item))
+        def _(i: Array) -> None:
+            keys = load(self.keys.at[i], self.vector)
+            moved = [(self._key_row(page, item, i), keys)]
+            for j in range(self.shape.heads):
+                added = load(self.added.at[j, i], self.vector)
+                moved.append((self._added_row(page, item, j, i), added))
+            for target, value in moved:
+                value = jnp.where(lax.broadcast(item.is_known, value.shape), value, 0.0)
+                store(target, value.astype(self.shape.page))
