@@ -114,7 +114,7 @@ def _alike(name: str) -> str:
     import difflib  # only for mistakes
 
     places = {each: public for each, _, public in _public_modules()[::-1]}
-    near = difflib.get_close_matches(name, [*places, *_MODULES], n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name, [*places, *_MODULES], n=1, cutoff=0.7)
     return f"; did you mean {places.get(near[0], 'jaxkv')}.{near[0]}?" if near else ""
 
 

@@ -1180,6 +1180,11 @@ MISTAKES = {
         TypeError,
         "Sampling has no option stop='end'; it knows token ids, no texts: pass stop_token_ids",
     ),
+    "a penalty": (
+        lambda e: Sampling(presence_penalty=1.0),
+        TypeError,
+        r"no option presence_penalty=1.0; pass processors={PresencePenalty: ...}, with one of",
+    ),
     "an option unknown": (lambda e: Sampling(p=1), TypeError, "p=1; its options are temperature, "),
     "masked prompts": (
         lambda e: e.generate(np.ma.masked_equal([[1, 2]], 2)),

@@ -27,6 +27,20 @@ REMEDIES = {
     "eos_token_id": "pass stop_token_ids",
     "max_new_tokens": "pass max_tokens",
 }  # by options of other engines
+PROCESSORS = {
+    "allowed_token_ids": "AllowedTokens",
+    "frequency_penalty": "FrequencyPenalty",
+    "logit_bias": "LogitBias",
+    "min_tokens": "MinTokens",
+    "presence_penalty": "PresencePenalty",
+    "repetition_penalty": "RepetitionPenalty",
+    "structured_outputs": "TokenAutomaton",
+}
+REMEDIES |= {
+    name: f"pass processors={{{processor}: ...}}, with one of "
+    f"jaxkv.logits_processors.{processor} in Engine(logits_processors=)"
+    for name, processor in PROCESSORS.items()
+}
 
 
 def _with_remedies[T: type](cls: T) -> T:

@@ -63,7 +63,7 @@ def plot_pool_over_time(plan: Plan, snapshots: Sequence[Snapshot]) -> "Figure":
 
     Requests are named where their names fit. The title counts the allocated blocks, and those
     that belonged to another group before, which zeroing is for. Of a plan with one group, it
-    says how many blocks are used at most, and how many are shared.
+    says how many blocks are used at most, and how many are shared, which have their own colour.
 
     Args:
       plan: of the manager.
@@ -75,18 +75,22 @@ def plot_pool_over_time(plan: Plan, snapshots: Sequence[Snapshot]) -> "Figure":
     check_kind(Plan, plan=plan)
     _check_snapshots(plan, snapshots)
     ax = new_axes(9, min(2.2 + 0.14 * plan.num_blocks, 7))
-    bars: dict[int, list[tuple[int, int, int, str]]] = {}  # of a group: block, start, steps, text
+    one = len(plan.groups) == 1  # whose shared blocks have a colour of their own
+    # Of a group, and of what several requests share: block, start, steps, text.
+    bars: dict[tuple[int, bool], list[tuple[int, int, int, str]]] = {}
     for block in sorted(set().union(*snapshots)):
         step = 0
         for holder, steps in itertools.groupby(snapshot.get(block) for snapshot in snapshots):
             start, step = step, step + len(list(steps))
             if holder is not None:
                 text = ", ".join(map(str, holder[1])) or "sink"
-                bars.setdefault(holder[0], []).append((block, start, step - start, text))
-    for group, own in sorted(bars.items()):
+                kind = holder[0], one and len(holder[1]) > 1
+                bars.setdefault(kind, []).append((block, start, step - start, text))
+    for (group, is_shared), own in sorted(bars.items()):
         blocks, starts, widths, texts = zip(*own, strict=True)
-        style = {"color": group_colour(group), "edgecolor": INK, "linewidth": 0.5}
-        name = f"group {group}: {plan.groups[group]}"
+        colour = USE_COLOURS[1] if is_shared else group_colour(group)
+        style = {"color": colour, "edgecolor": INK, "linewidth": 0.5}
+        name = "shared by several requests" if is_shared else f"group {group}: {plan.groups[group]}"
         write_in(ax, ax.barh(blocks, widths, 1, np.array(starts) - 0.5, label=name, **style), texts)
     ax.set(xlim=(-0.5, len(snapshots) - 0.5), ylim=(plan.num_blocks - 0.5, -0.5))
     number_cells(ax.xaxis, ax.yaxis)
