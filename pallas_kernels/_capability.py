@@ -64,6 +64,7 @@ Kernel = Literal[
     "prefill",
     "combine",
     "latents",
+    "latent_rows",
     "combine_latents",
 ]
 # What a kernel moves and multiplies with; "plain": loads and stores of threads.
@@ -75,6 +76,7 @@ Instructions = Literal[
     "mma, TMA",
     "mma or wgmma, TMA",
     "wgmma, TMA",
+    "wgmma, cp.async",
 ]
 # The one table of kernels, GPUs and instructions. `make lane-gpus` compiles all of it.
 KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
@@ -93,6 +95,7 @@ KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
     "prefill": {"wgmma, TMA": HOPPER},
     "combine": {"plain": AMPERE, "TMA": SINCE_HOPPER},
     "latents": {"wgmma, TMA": HOPPER},
+    "latent_rows": {"wgmma, cp.async": HOPPER},
     "combine_latents": {"plain": ALL},
 }
 

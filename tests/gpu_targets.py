@@ -180,6 +180,12 @@ def attention() -> Iterator[tuple[str, Any, Any]]:
     packed = functools.partial(attend, value_width=512, row_packing="fp8_ds_mla")
     given = struct((4, 16, 576), BF16), struct((99, 64, 1, 656), jnp.uint8), TABLES, IDS
     yield "latents, packed", packed, given
+    for name, run, width, dtype in (
+        ("", of_latents, 576, BF16),
+        (", packed", packed, 656, jnp.uint8),
+    ):
+        given = struct((4, 16, 576), BF16), struct((99, 1, 1, width), dtype), TABLES, IDS
+        yield f"rows of latents{name}", run, given
 
 
 def convolve(dtype: Any, inputs: Any, weights: Any, bias: Any, data: Any, *ids: Any) -> Any:

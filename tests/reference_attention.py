@@ -395,3 +395,17 @@ def interpret_on_a_small_gpu(monkeypatch: pytest.MonkeyPatch, thread_blocks: int
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: count)
     return count
+
+
+def interpret_copies_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies rows at once, because interpret mode does not know cp.async."""
+    from pallas_kernels._paged_attention import mla_rows
+
+    def start(source: Any, rows: Any, found: Any, target: Any) -> None:
+        rows[...] = found
+        for i in range(len(found)):
+            row = source[jnp.maximum(rows[i], 0)]
+            target[i] = jnp.where(rows[i] < 0, jnp.zeros_like(row), row)
+
+    monkeypatch.setattr(mla_rows, "start_tiled", start)
+    monkeypatch.setattr(mla_rows, "finish", lambda pending: None)

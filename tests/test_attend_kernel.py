@@ -201,7 +201,10 @@ def test_what_the_kernel_does_not_take_goes_to_xla_or_says_why(
 
 
 @needs_mosaic
-def test_the_kernel_for_latents_and_xla_attend_alike() -> None:
+@pytest.mark.parametrize(
+    "selected", [None, np.arange(8 * 70, dtype=np.int32).reshape(8, 70) % 9 - 1]
+)
+def test_the_kernel_for_latents_and_xla_attend_alike(selected: Any) -> None:
     """Without a GPU the kernel is only lowered for CUDA; interpret mode has tests of its own."""
     spec = jaxkv.MLASpec(block_size=16, head_size=192, value_size=128)
     plan = jaxkv.plan_cache({"a": spec}, 2**22, max_model_len=64)
@@ -214,11 +217,14 @@ def test_the_kernel_for_latents_and_xla_attend_alike() -> None:
     queries = jnp.asarray(rng.standard_normal((8, 16, 192)), jnp.bfloat16)
     rows = jnp.asarray(rng.standard_normal((8, 192)), jnp.bfloat16)
     call = jax.jit(jaxkv.attend, static_argnums=1, static_argnames="implementation")
-    traced = call.trace(cache, "a", batch, queries, rows, implementation="mosaic_gpu")
+    given = {"selected": selected} if selected is not None else {}
+    traced = call.trace(cache, "a", batch, queries, rows, **given, implementation="mosaic_gpu")
     assert "mla_decode" in traced.lower(lowering_platforms=("cuda",)).as_text()
     if ON_GPU:
         out, wanted = [
-            np.asarray(call(cache, "a", batch, queries, rows, implementation=name)[1], float)
+            np.asarray(
+                call(cache, "a", batch, queries, rows, **given, implementation=name)[1], float
+            )
             for name in ("mosaic_gpu", "xla")
         ]
         np.testing.assert_allclose(out, wanted, atol=5 * 2 * 2 * 2.0**-8)

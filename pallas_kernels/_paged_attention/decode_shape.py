@@ -179,7 +179,7 @@ def may_have_many(arrays: AttentionArrays, config: Config, size: int) -> bool:
 def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Kernel]:
     """Returns the kernels that a call launches on the default device."""
     if config.values_in_keys:
-        return ["latents", "combine_latents"]
+        return ["latent_rows" if config.page_tokens == 1 else "latents", "combine_latents"]
     has_many = may_have_many(arrays, config, decode_size(arrays, config))
     has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
     by_decode = config.token_head_row is not None or _capability.instructions_of("prefill") is None

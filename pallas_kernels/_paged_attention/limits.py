@@ -32,7 +32,10 @@ def why_not_paged_attention(arrays: AttentionArrays, config: Config) -> str | No
 
 
 def _why_not_shape(config: Config, page_bytes: int) -> str | None:
-    if config.page_tokens % GRANULE:
+    by_row = config.page_tokens == 1 and config.values_in_keys
+    if by_row and page_bytes == 1 and config.row_packing is None:
+        return "latent vectors of 8 bits lie in pages of one token, and the kernel takes 16 bits"
+    if config.page_tokens % GRANULE and not by_row:
         return (
             f"pages have {config.page_tokens} tokens, and the kernels take multiples of {GRANULE}"
         )
@@ -99,8 +102,9 @@ def _why_not_latents(config: Config) -> str | None:
 
 def _why_not_layout(arrays: AttentionArrays) -> str | None:
     pages, rows = arrays.pages, arrays.pages.rows_per_extent
-    if not rows or rows % GRANULE or pages.start_row % GRANULE:
-        return f"pages, or the bytes between them, are not multiples of {GRANULE} rows"
+    unit = 1 if pages.tokens == 1 else GRANULE
+    if not rows or rows % unit or pages.start_row % unit:
+        return f"pages, or the bytes between them, are not multiples of {unit} rows"
     if rows * pages.data.shape[0] > INT32_MAX:
         return "pages have more rows than int32 counts"
     return None

@@ -98,6 +98,8 @@ def _decode(
     """Attends from tiles; returns their tasks, and the softmax of each split."""
     tasks = share_out(tiles, num_workers(shape), used_tokens(arrays), fixed)
     full, tables = _full_steps(arrays, shape.config, tiles), arrays.block_tables
+    if shape.steps.by_row:  # whole steps of it are loaded
+        tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % STEP)), constant_values=-1)
     return tasks, decode_latents(shape, tasks, full, tables, queries, arrays.pages, numbers)
 
 
@@ -114,7 +116,8 @@ def _full_steps(arrays: AttentionArrays, config: Config, tiles: QueryTiles) -> A
     With and without masks, scores differ in their last bits, and the other queries of a tile decide
     which steps have masks: for reproducible bits, all have.
     """
-    if config.sliding_window is not None or config.chunk_size is not None or config.reproducible:
+    limited = config.sliding_window is not None or config.chunk_size is not None
+    if limited or config.reproducible or config.page_tokens == 1:
         return jnp.zeros_like(tiles.positions)
     seen_by_all = tiles.ends
     if config.causal:

@@ -19,7 +19,7 @@ from jaxtyping import Float32
 
 from pallas_kernels import _capability, _mosaic
 from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store, tiled
-from pallas_kernels._paged_attention import common
+from pallas_kernels._paged_attention import common, mla_rows
 from pallas_kernels._paged_attention.common import PartialSoftmax, add_product, multiply
 from pallas_kernels._paged_attention.decode_shape import SCALE, DecodeShape
 from pallas_kernels._paged_attention.mla_latents import (
@@ -133,6 +133,7 @@ class _Scratch[T](NamedTuple):
     loaded: stages of rows as they are loaded.
     weights: of the keys of a step.
     shrink: the factor by which the output shrinks.
+    rows: of the pool, in pages of one token; -1 for those that are zeros.
     loaded_full, loaded_free: barriers, one for each stage of ``loaded``.
     weighed: barrier; the weights are there, and the factor.
     taken: barrier; the second warpgroup no longer needs these two.
@@ -143,6 +144,7 @@ class _Scratch[T](NamedTuple):
     loaded: T
     weights: T
     shrink: T
+    rows: T
     query_full: T
     query_free: T
     loaded_full: T
@@ -161,12 +163,13 @@ class _Scratch[T](NamedTuple):
             free = plgpu.ClusterBarrier(
                 collective_axes=("pair",), num_barriers=kind.stages, num_arrivals=HALVES
             )
-        copies = shape.steps.granules * kind.num_copies
+        copies = 1 if shape.steps.by_row else shape.steps.granules * kind.num_copies
         return cls(
             query=tiled((1, ROWS, shape.config.key_width), shape.compute),
             loaded=loaded,
             weights=tiled((1, ROWS, STEP), shape.compute),
             shrink=plgpu.SMEM((ROWS,), jnp.float32),
+            rows=plgpu.SMEM((2, STEP), jnp.int32),
             query_full=plgpu.Barrier(),
             query_free=plgpu.Barrier(),
             loaded_full=plgpu.Barrier(num_barriers=kind.stages, num_arrivals=copies),
@@ -289,16 +292,53 @@ class _Decoder:
             source = self.operands.queries.at[kv_split.index, 0, self.rows]
             plgpu.copy_gmem_to_smem(source, self.smem.query.at[0], self.smem.query_full)
 
-        @pl.loop(kv_split.begin, kv_split.end)
-        def _(line_step: Array) -> None:
-            # Ids take long to load: ask for them before waiting for a stage.
-            granules = self.steps.rows(self._find(kv_split, line_step), self.first_page_row)
-            stage, n = self._stage(line_step), self.steps.granule
-            used = line_step - self.worker.line_begin >= self.latents.stages
-            pl.when(used)(lambda: plgpu.barrier_wait(self.smem.loaded_free.at[stage]))
-            for j, granule in enumerate(granules):
-                axes = "pair" if self.paired else None
-                self.latents.fetch(granule, stage, j * n, self.smem.loaded_full, axes)
+        load = self._load_rows if self.steps.by_row else self._load_granules
+        pl.loop(kv_split.begin, kv_split.end)(lambda line_step: load(kv_split, line_step))
+
+    def _load_granules(self, kv_split: _KVSplit, line_step: Array) -> None:
+        # Ids take long to load: ask for them before waiting for a stage.
+        granules = self.steps.rows(self._find(kv_split, line_step), self.first_page_row)
+        stage, n = self._free_stage(line_step), self.steps.granule
+        for j, granule in enumerate(granules):
+            axes = "pair" if self.paired else None
+            self.latents.fetch(granule, stage, j * n, self.smem.loaded_full, axes)
+
+    def _load_rows(self, kv_split: _KVSplit, line_step: Array) -> None:
+        found = self._find_rows(kv_split, line_step)
+        stage = self._free_stage(line_step)
+        self.latents.fetch_rows(found, self._row_numbers(line_step), stage)
+        self._finish_rows(kv_split, line_step)
+
+    def _free_stage(self, line_step: Array) -> Array:
+        """Waits until the stage of a step is free, and returns it."""
+        stage = self._stage(line_step)
+        used = line_step - self.worker.line_begin >= self.latents.stages
+        pl.when(used)(lambda: plgpu.barrier_wait(self.smem.loaded_free.at[stage]))
+        return stage
+
+    def _find_rows(self, kv_split: _KVSplit, line_step: Array) -> Array:
+        """Returns the rows of a step, in pages of one token."""
+        tile, key = kv_split.tile, (line_step + kv_split.shift) * STEP
+        table = self.operands.tables.at[tile.request, pl.ds(key, STEP)]
+        seen, first = (tile.begin, tile.end), self.first_page_row
+        return mla_rows.find_rows(self.steps, table, key, seen, first)
+
+    def _row_numbers(self, line_step: Array) -> Ref:
+        """Returns where the rows of a step are noted, until it is scored."""
+        return self.smem.rows.at[lax.rem(line_step - self.worker.line_begin, 2)]
+
+    def _finish_rows(self, kv_split: _KVSplit, line_step: Array) -> None:
+        """Waits for the rows of a step; those of the first two steps are asked for together."""
+
+        def finish(line_step: Array, pending: int) -> None:
+            mla_rows.finish(pending)
+            plgpu.barrier_arrive(self.smem.loaded_full.at[self._stage(line_step)])
+
+        if self.latents.stages == 1:
+            return finish(line_step, 0)
+        begin = kv_split.begin
+        pl.when(line_step == begin + 1)(lambda: finish(begin, 1))
+        pl.when((line_step > begin) | (kv_split.end == begin + 1))(lambda: finish(line_step, 0))
 
     # The first warpgroup scores, and adds up the left half of the output.
 
@@ -342,11 +382,7 @@ class _Decoder:
         )
         scores, factor = common.cap(self.config, products, scale)
         if masked:
-            if self.widened is None:
-                holes = self._clean_values(kv_split, line_step, 0)
-            else:
-                holes = self.steps.holes(self._find(kv_split, line_step))
-            scores = jnp.where(self._seen(kv_split, line_step, holes), scores * factor, UNSEEN)
+            scores = jnp.where(self._seen(kv_split, line_step), scores * factor, UNSEEN)
             factor = 1.0
         highest = jnp.maximum(running.highest, scores.max(axis=1) * factor)
         shrink = jnp.exp2(running.highest - highest)
@@ -364,7 +400,7 @@ class _Decoder:
             plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
         return _Softmax(out, highest, total)
 
-    def _seen(self, kv_split: _KVSplit, line_step: Array, holes: Array) -> Array:
+    def _seen(self, kv_split: _KVSplit, line_step: Array) -> Array:
         """Returns bool[ROWS, STEP], whether each row sees each key of a step."""
         shape, layout = (ROWS, STEP), plgpu.Layout.WGMMA
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first_row
@@ -372,6 +408,14 @@ class _Decoder:
         queries = lax.div(row, self.config.group) + kv_split.tile.position
         keys = key + (line_step + kv_split.shift) * STEP
         seen = common.sees(self.config, kv_split.tile, queries, keys)
+        if self.steps.by_row:
+            numbers = self._row_numbers(line_step)
+            rows = plgpu.load(numbers, layout=mla_rows.OF_KEYS, optimized=False)
+            return seen & (lax.broadcast_in_dim(rows, shape, [1]) >= 0)
+        if self.widened is None:
+            holes = self._clean_values(kv_split, line_step, 0)
+        else:
+            holes = self.steps.holes(self._find(kv_split, line_step))
         return seen & self.steps.is_allocated(key, holes)
 
     # The second warpgroup adds up the right half of the output.
@@ -396,7 +440,7 @@ class _Decoder:
         if self.widened is not None:
             self._widen(self.widened, kv_split, line_step, masked, 1)
             plgpu.barrier_arrive(self.widened.full)
-        elif masked:
+        elif masked and not self.steps.by_row:
             self._clean_values(kv_split, line_step, 1)
         plgpu.barrier_wait(self.smem.weighed)
         shrink = plgpu.load(self.smem.shrink, layout=PER_ROW, optimized=False)
@@ -428,7 +472,9 @@ class _Decoder:
         self, rows: WidenedLatents, kv_split: _KVSplit, line_step: Array, masked: bool, half: int
     ) -> None:
         """Widens the columns of a step that belong to a half, and frees the stage they were in."""
-        stage, known = self._stage(line_step), self._known(kv_split, line_step) if masked else None
+        stage, known = self._stage(line_step), None
+        if masked and not self.steps.by_row:
+            known = self._known(kv_split, line_step)
         rows.widen(line_step, stage, half, known)
         plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
 

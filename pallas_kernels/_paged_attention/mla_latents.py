@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, Scratch, full_like, tiled
+from pallas_kernels._paged_attention import mla_rows
 from pallas_kernels._paged_attention.common import FOURS
 from pallas_kernels._paged_attention.decode_shape import DecodeShape
 from pallas_kernels._paged_attention.packed import GROUP
@@ -60,6 +61,10 @@ class Latents:
             full.at[stage],
             collective_axes=axes,
         )
+
+    def fetch_rows(self, found: Array, rows: Ref, stage: Array) -> None:
+        """Starts to load rows of the pages into a stage; see `mla_rows`."""
+        mla_rows.start_tiled(self.pages[0], rows, found, self.loaded.at[stage])
 
     def keys(self, line_step: Array, stage: Array) -> Ref:
         """Returns the rows of a step in 16 bits."""
@@ -175,6 +180,11 @@ class PackedLatents(WidenedLatents):
         for source, begin, target in copies:
             part = source.at[:, pl.ds(begin, target.shape[1])]
             plgpu.copy_gmem_to_smem(part, target, full.at[stage], collective_axes=axes)
+
+    @override
+    def fetch_rows(self, found: Array, rows: Ref, stage: Array) -> None:
+        parts = self.loaded.at[stage], self.scales.at[stage], self.rotary.at[stage]
+        mla_rows.start_packed(self.pages[0], rows, found, *parts)
 
     @override
     def _load(self, stage: Array, first: int) -> Array:

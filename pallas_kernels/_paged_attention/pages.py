@@ -56,6 +56,13 @@ class StridedPages(NamedTuple):
         data = pages.reshape(blocks, math.prod(pages.shape[1:]))
         return cls(data, pages.dtype, blocks, tokens, kv_heads, width, heads_first=heads_first)
 
+    @classmethod
+    def from_rows(cls, pages: Self) -> Self:
+        """Describes all rows of the data of pages of one head as pages of one token each."""
+        elements = pages.row_width * pages.itemsize // pages.data.dtype.itemsize
+        data = pages.data.reshape(-1, elements)
+        return cls(data, pages.dtype, len(data), tokens=1, kv_heads=1, width=pages.width)
+
     @property
     def itemsize(self) -> int:
         return jnp.dtype(self.dtype).itemsize

@@ -42,6 +42,11 @@ class Steps(NamedTuple):
     def granules(self) -> int:
         return self.size // self.granule
 
+    @property
+    def by_row(self) -> bool:
+        """Returns whether rows are copied one by one: pages have one token."""
+        return self.page_tokens == 1
+
     def find(self, tables: "Ref", request: Array, step: Array) -> list["Granule"]:
         """Returns the granules of a step; past the tables, of another page."""
         first = step * self.granules

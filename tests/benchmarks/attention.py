@@ -38,6 +38,7 @@ class AttentionSpec(NamedTuple):
       side by side.
     own_value: width of these values; None: as wide as keys.
     window: keys that a query sees; None: all up to its own.
+    spread: pages of the pool for each that is read.
     """
 
     name: str
@@ -51,6 +52,7 @@ class AttentionSpec(NamedTuple):
     value: int | None = None
     own_value: int | None = None
     window: int | None = None
+    spread: int = 1
 
     @property
     def row(self) -> int:
@@ -112,6 +114,18 @@ class AttentionSpec(NamedTuple):
 
 FP8 = "float8_e4m3fn"
 BY_HEADS = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+# All of 2,048 tokens, and as many chosen ones of 32k.
+CHOSEN = tuple(
+    AttentionSpec(
+        *(f"MLA {pages} {heads} x 576, {batch} x 2k, {name}", (2048,) * batch, heads, 1, 576),
+        *(page_tokens, PACKED if pages == "packed" else "bfloat16"),
+        value=512,
+        spread=spread,
+    )
+    for batch, heads in ((8, 8), (64, 16), (64, 128))
+    for pages in ("bf16", "packed")
+    for name, page_tokens, spread in (("page 64", 64, 1), ("chosen", 1, 16))
+)
 UNLIKE = (300, 700, 1200, 1800, 2400, 3000)
 SPECS = (
     AttentionSpec("bf16 32/8, 64 x 8k, page 16", (8192,) * 64, 32, 8, 128, 16),
@@ -151,6 +165,7 @@ SPECS = (
     AttentionSpec(
         "MLA packed 128 x 576, 64 x 8k, page 64", (8192,) * 64, 128, 1, 576, 64, PACKED, value=512
     ),
+    *CHOSEN,
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 16", (8192,) * 2, 32, 8, 128, 16, queries=8192),
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, queries=8192),
     AttentionSpec("bf16 32/8, 4 x 2k over 16k", (16_384,) * 4, 32, 8, 128, 16, queries=2048),
@@ -250,7 +265,7 @@ class Arrays(NamedTuple):
 def make_arrays(spec: AttentionSpec) -> Arrays:
     counts = [-(-length // spec.page_tokens) for length in spec.lens]
     by_heads = spec.by_heads
-    shape = (sum(counts) + 1, spec.page_tokens, spec.kv_heads, spec.row)
+    shape = (sum(counts) * spec.spread + 1, spec.page_tokens, spec.kv_heads, spec.row)
     ids = np.random.default_rng(0).permutation(np.arange(1, shape[0]))
     tables = np.zeros((len(counts), max(counts)), np.int32)
     for row, count, end in zip(tables, counts, np.cumsum(counts), strict=True):

@@ -39,6 +39,7 @@ from tests.reference_attention import (
     attend,
     check,
     check_output,
+    interpret_copies_of_rows,
     interpret_on_a_small_gpu,
     make,
     quietly,
@@ -331,6 +332,7 @@ def some_batches(case: Case) -> list[tuple[list[int], list[int] | None, int]]:
 
 
 MLA = Case(heads=128, kv_heads=1, key=576, value=512, latent=True)
+ROWS = MLA._replace(page_tokens=1, width=300, holes=True, sinks=True)
 LATENT_CASES = {
     "decode": MLA._replace(page_tokens=64, width=4),
     "16 heads, speculation": MLA._replace(heads=16, tokens=12, width=20, sinks=True),
@@ -362,6 +364,12 @@ LATENT_CASES = {
     "packed, among other layers": MLA._replace(
         heads=64, page_tokens=8, width=20, pages=PACKED, place="heads apart"
     ),
+    "rows": ROWS,
+    "rows, speculation": ROWS._replace(heads=16, tokens=12, scaled=True, holes=False),
+    "rows, window": ROWS._replace(heads=32, window=70, tokens=30, place="heads apart"),
+    "rows, reproducible": ROWS._replace(heads=8, tokens=9, width=3000, reproducible=True),
+    "rows, packed": ROWS._replace(pages=PACKED, width=3000),
+    "rows, packed, speculation": ROWS._replace(heads=40, pages=PACKED, tokens=9),
 }
 # Small enough for interpret mode, which takes seconds for each.
 NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
@@ -385,6 +393,11 @@ INTERPRETED_LATENTS = {
         *([70], [0, 1], 0),
     ),
     "reproducible": (REPRODUCIBLE, [410, 30, 90], None, 0),
+    # A step of no rows, and one of which all are seen.
+    "rows": (
+        NARROW._replace(page_tokens=1, width=200, batch=3, tokens=4, holes=True, place="NHD"),
+        *([180, 3, 70], [0, 2, 3, 4], 0),
+    ),
 }
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
@@ -448,6 +461,7 @@ def test_mosaic_attends_to_latents_in_interpret_mode(
     if name in WITH_LATE_BARRIERS and not HAS_LATE_BARRIERS:
         pytest.skip("interpret mode of jax 0.11 refuses such barriers")
     interpret_on_a_small_gpu(monkeypatch, thread_blocks=2)
+    interpret_copies_of_rows(monkeypatch)
     monkeypatch.setattr(tasks, "LATENT_SPLIT", 2)  # of reproducible attention
     monkeypatch.setattr(rounds, "WORKSPACE", 300_000)  # two tiles at a time
     case, lens, loc, seed = INTERPRETED_LATENTS[name]
@@ -642,6 +656,7 @@ def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
         (MLA._replace(key=640), "latent vectors are 640 wide and their values 512"),
         (MLA._replace(key=192, value=64), "latent vectors are 192 wide and their values 64"),
         (MLA._replace(heads=136), "136 query heads, and the kernel takes at most 128"),
+        (MLA._replace(page_tokens=1, pages="int8"), "latent vectors of 8 bits lie in pages of one"),
         (MLA._replace(page_tokens=12), "pages have 12 tokens, and the kernels take multiples of 8"),
     ],
 )

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int32
 
 from jaxkv._src.attention._kernel import attend_to_layer
-from jaxkv._src.attention._selected import attend_to_selected, packed_row
+from jaxkv._src.attention._selected import attend_to_selected, packed_row, takes_rows
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_choice, check_int32, check_number
 from jaxkv._src.internal.numbers import INT32_MAX
@@ -97,8 +97,9 @@ def attend(
       sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
       selected: int32[T, N] or [B, T / B, N], for each query the positions of the tokens that it
         attends to, in any order, each at most once and -1 for none; those that the layer's rule
-        hides stay hidden. Of all heads together: `top_tokens` chooses them. Computed by XLA alone.
-        None: all that the rule shows.
+        hides stay hidden. Of all heads together: `top_tokens` chooses them. Mosaic attends to them
+        in latent vectors (16 bits, or ``row_packing``), XLA in other layers. None: all that the
+        rule shows.
       row_packing: ``"fp8_ds_mla"`` for a layer whose latent vectors are packed into its
         ``bytes_per_token``: 656 for 512 + 64 elements; see `pallas_kernels.PackedRow`. ``attend``
         packs ``keys``, and does not use the K scale. None: elements of the layer's dtype.
@@ -225,9 +226,10 @@ def _check_selected(bound: BoundLayer, selected: Array, rule: AttentionRule) -> 
         )
     if not rule.causal:
         raise ValueError("selected chooses tokens of the request itself, not of an encoder")
-    if bound.implementation == "mosaic_gpu":
+    if bound.implementation == "mosaic_gpu" and not takes_rows(bound):
         raise NotImplementedError(
-            "implementation='mosaic_gpu' does not attend to selected tokens; XLA does: pass None"
+            "implementation='mosaic_gpu' attends to selected tokens of latent vectors whose pages "
+            "are whole rows alone; XLA does: pass None"
         )
 
 

@@ -41,7 +41,7 @@ def attend_to_layer(
         sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)
     out, lse = paged_attention(
         flat,
-        _pages(bound),
+        pages_of(bound),
         _requests(bound, rule, one_each),
         rule,
         sinks=sinks,
@@ -80,7 +80,8 @@ def _requests(bound: BoundLayer, rule: AttentionRule, one_each: bool) -> Request
     )
 
 
-def _pages(bound: BoundLayer) -> StridedPages:
+def pages_of(bound: BoundLayer) -> StridedPages:
+    """Returns a layer's pages in its buffer."""
     extents, row = bound.form.extents, bound.form.row
     return StridedPages(
         bound.buffer.reshape(-1, extents.extent_bytes),

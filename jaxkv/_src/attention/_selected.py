@@ -1,5 +1,6 @@
-"""Attention to the tokens that an indexer chose, and the choice of them, by XLA alone."""
+"""Attention to the tokens that an indexer chose, and the choice of them."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -7,15 +8,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
-from jaxkv._src.attention._kernel import combine_ranks
+from jaxkv._src.attention._kernel import combine_ranks, pages_of
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import rows_per_block
 from jaxkv._src.pool import BoundLayer, read_cells, token_head_row
 from jaxkv._src.specs import MLASpec
-from pallas_kernels import AttentionRule, PackedRow, TokenHeadRow
+from pallas_kernels import (
+    AttentionRule,
+    PackedRow,
+    RequestPages,
+    StridedPages,
+    TokenHeadRow,
+    paged_attention,
+)
 
 PART_BYTES = 2**26  # of gathered rows at once, in float32
 FEW_QUERIES = 8  # at once for reproducible bits
+QUERIES_OF_KERNEL = 512  # at once, which bounds the memory of its splits
 KEYS_AT_ONCE = 512  # of an index per round
 
 
@@ -34,8 +43,11 @@ def attend_to_selected(
         sinks = jnp.where(jnp.equal(layout.context_rank(), 0), sinks, -jnp.inf)
     size = PART_BYTES // max(4 * row.heads * row.width * slots.shape[1], 1)
     size = FEW_QUERIES if rule.reproducible else max(size, 1)
+    attend: Callable[..., tuple[Array, Array]] = _attend
+    if takes_rows(bound):
+        size, attend = QUERIES_OF_KERNEL, _attend_to_rows
     out, lse = _in_parts(
-        lambda queries, slots: _attend(bound, queries, sinks, slots, rule), size, flat, slots
+        lambda queries, slots: attend(bound, queries, sinks, slots, rule), size, flat, slots
     )
     if layout.context_parallel > 1 and layout.axis is not None:
         out = combine_ranks(out, lse, layout.axis)
@@ -52,6 +64,37 @@ def _visible_slots(bound: BoundLayer, selected: Array, rule: AttentionRule) -> A
     if rule.chunk_size is not None:
         seen &= selected // rule.chunk_size == positions // rule.chunk_size
     return bound.requests.slots_at(requests, jnp.where(seen, selected, -1))
+
+
+def takes_rows(bound: BoundLayer) -> bool:
+    """Returns whether the kernel of latent vectors can read single rows of a layer."""
+    return isinstance(bound.form.spec, MLASpec) and pages_of(bound).rows_per_extent > 0
+
+
+def _attend_to_rows(
+    bound: BoundLayer, queries: Array, sinks: Array | None, slots: Array, rule: AttentionRule
+) -> tuple[Array, Array]:
+    """Does the same as `_attend` by the kernels of pages, whose pages are single rows."""
+    pages = pages_of(bound)
+    page, row = jnp.divmod(slots, pages.tokens)
+    known = (slots >= 0) & (page < pages.num_pages) & (bound.first >= 0)
+    row = jnp.where(known, pages.first_row() + page * pages.page_rows + row, -1)
+    rows = StridedPages.from_rows(pages)
+    numbers = jnp.arange(1, slots.shape[1] + 1, dtype=jnp.int32)
+    ends = jnp.where(known, numbers, 0).max(axis=1)
+    key_scale = 1.0 if rule.row_packing else bound.key_value_scales[0]
+    out, lse = paged_attention(
+        queries,
+        rows,
+        RequestPages(row, ends),
+        dataclasses.replace(rule, causal=False, sliding_window=None, chunk_size=None),
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=key_scale,
+        return_lse=True,
+        implementation=bound.implementation,
+    )
+    return out, lse
 
 
 def _attend(
