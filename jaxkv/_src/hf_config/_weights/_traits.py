@@ -47,7 +47,8 @@ PLAIN = """
     hyperclovax hy_v3 dbrx chatglm mllama_text_model solar solar_open axk1 exaone baichuan internlm
     helium diffllama bitnet iquestcoder flex_olmo laguna mistral4 pangu_ultra_moe step3p5
     axk2 deepseek_v41_text dots3_note_text hy_v4 hy_v4_vl_text inkling_text inkling2_text
-    minimax_m3_text minimax_m3_vl_text mistral_large4_text sarvam_mla sarvam_moe
+    minimax_m3_text minimax_m3_vl_text mistral_large4_text sarvam_mla sarvam_moe aria_text flint
+    granite_swa granitemoe_swa kolibri1 mellum
 """
 TIED = """
     gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
@@ -72,6 +73,8 @@ TRAITS = {
     "glm5_next_text": Traits(states=kimi_delta),
     "qwen4_exp_text": Traits(query_gate=True, states=gated_delta_net),
     "arcee": Traits(gated=False),
+    "nanochat": Traits(gated=False),
+    "beam": Traits(query_gate=True),
     "gemma4_text": Traits(tied=True, both=True),
     "qwen3_next": Traits(query_gate=True, states=gated_delta_net),
     "qwen3_5_text": Traits(query_gate=True, states=gated_delta_net),
