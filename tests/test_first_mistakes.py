@@ -421,7 +421,7 @@ SILENT = {
     "a fork without copies in the shape": (
         lambda: Loop().scheduler.fork("r", ["q"]),
         ValueError,
-        "samples share no blocks with forks=0; pass forks= when you make the Scheduler",
+        "samples share no blocks with forks=0; pass forks= to the Engine or Scheduler",
     ),
 }
 

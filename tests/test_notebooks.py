@@ -108,6 +108,7 @@ def test_each_is_laid_out_for_git_and_has_the_outputs_of_all_its_cells() -> None
         codes = [cell for cell in cells(path) if cell["cell_type"] == "code"]
         assert [cell["execution_count"] for cell in codes] == [*range(1, len(codes) + 1)]
         assert_fit_to_read(path)
+        assert "**Next:**" in contents(path)[-1][-1], "a guide ends with where next"
 
 
 def test_a_notebook_is_executed_in_a_jupyter_kernel(tmp_path) -> None:

@@ -602,8 +602,8 @@ class Scheduler(Unique):
     def _check_forks(self) -> None:
         if not self._options.forks:
             raise ValueError(
-                "samples share no blocks with forks=0; pass forks= when you make the Scheduler, "
-                "and make its shapes by Scheduler.shape"
+                "samples share no blocks with forks=0; pass forks= to the Engine or Scheduler, "
+                "and make shapes by Scheduler.shape"
             )
 
     def _check_lengths(self, num_tokens: int, longest: int, max_tokens: int | None) -> None:
