@@ -68,6 +68,7 @@ templates_path = ["templates"]
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80  # else an argument a line
 autodoc_inherit_docstrings = True
 autoclass_content = "both"  # constructors document their arguments
 autosummary_ignore_module_all = False
