@@ -52,6 +52,9 @@ def top_tokens(
     ``weights * max(queries @ key, 0)``, in float32. The tokens of the query's own request up to
     itself compete. Bytes that its request did not write are never chosen, whatever they hold.
 
+    Choices of another form are planned and stored, and left to your own kernels: blocks of tokens
+    for each KV head (MiniMax-M3), and attention over compressed vectors (DeepSeek-V4).
+
     Args:
       cache, batch: from `apply_step`.
       layer: name of a layer of one key per token: an `MLASpec`. With ``compress_ratio``, one key

@@ -232,7 +232,8 @@ DENSE: Mapping[str, Family] = {
 LATENT: Mapping[str, Family] = {
     **_each(
         """
-        axk1 deepseek_v3 kimi_k2 glm4_moe_lite minicpm3 mistral4 pangu_ultra_moe sarvam_mla youtu
+        axk1 deepseek_v3 kimi_k2 glm4_moe_lite glm4_moe_lite_plus_plus minicpm3 mistral4
+        pangu_ultra_moe sarvam_mla youtu
         """,
         Family(read=_mla.deepseek_v3),
     ),
@@ -251,6 +252,8 @@ STATES: Mapping[str, Family] = {
     "qwen4_exp_text": Family(read=_indexed.qwen4_exp),
     "kimi_linear": Family(read=_linear.kimi_linear),
     "lara_mini": Family(read=_linear.lara),
+    "berrylm": Family(read=_linear.berrylm),
+    "gigachat3_5": Family(read=_linear.gigachat),
     "bailing_hybrid": Family(read=_linear.bailing_hybrid),
     **_each("minimax_text_01 minimax_m1 minimax", Family(read=_linear.minimax)),
     **_each("mamba falcon_mamba", Family(read=_mamba.mamba)),

@@ -17,7 +17,13 @@ from jaxkv._src.hf_config._build import (
 )
 from jaxkv._src.hf_config._fields import Config
 from jaxkv._src.hf_config._reader import ConfigReader
-from jaxkv._src.specs import StateSpec, gated_delta_net_state, kda_state, linear_attention_state
+from jaxkv._src.specs import (
+    LayerSpec,
+    StateSpec,
+    gated_delta_net_state,
+    kda_state,
+    linear_attention_state,
+)
 
 CONV = "linear_conv_kernel_dim"
 
@@ -36,6 +42,47 @@ def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
     attention = full_attention(reader, options, width=width)
     layers = [(kind,) for kind in _qwen3_next_kinds(reader)]
     return name_layers(layers, {FULL: attention, LINEAR: delta_net})
+
+
+def berrylm(reader: ConfigReader, options: Options) -> Layers:
+    """BerryLM: Kimi delta attention with the shapes of gated delta nets, and full attention.
+
+    vllm/model_executor/models/berrylm.py: matrices are float32. Every fourth layer is full, unless
+    the file says otherwise.
+    """
+    reader.default(full_attention_interval=4)
+    kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR}, _by_interval(reader))
+    reader.default(mamba_ssm_dtype="float32")
+    specs = {FULL: full_attention(reader, options), LINEAR: qwen3_next_state(reader, options)}
+    return name_layers([(kind,) for kind in kinds], specs)
+
+
+def gigachat(reader: ConfigReader, options: Options) -> Layers:
+    """GigaChat 3.5: gated delta nets, and the latent attention of ``full_attention_layers``.
+
+    vllm/model_executor/models/gigachat3_5.py. Those are numbered from 0; a file may have
+    ``layer_types`` instead, or null as ``linear_attention_type``: all layers are full.
+    """
+    count, known = reader.layer_count(), {FULL: MLA, LINEAR: LINEAR}
+    reader.expect("linear_use_short_conv", True)
+    reader.expect("num_krope_heads", 1)
+    full = reader.listed("full_attention_layers", [])
+    if reader.has("linear_attention_type") and reader.value("linear_attention_type") is None:
+        full = list(range(count))
+    if any(not isinstance(i, int) or not 0 <= i < count for i in full):
+        raise reader.refusal(
+            "full_attention_layers", f"it must hold numbers of layers below {count}"
+        )
+    default = [FULL if i in full else LINEAR for i in range(count)]
+    kinds = reader.layer_kinds(known, default)
+    if full and kinds != [known[kind] for kind in default]:
+        raise reader.refusal("full_attention_layers", "it contradicts layer_types")
+    if MLA not in kinds:
+        raise reader.lacks("full_attention_layers")
+    specs: dict[str, LayerSpec] = {MLA: latent_attention(reader, options)}
+    if LINEAR in kinds:
+        specs[LINEAR] = qwen3_next_state(reader, options)
+    return name_layers([(kind,) for kind in kinds], specs)
 
 
 def lara(reader: ConfigReader, options: Options) -> Layers:
