@@ -38,7 +38,7 @@ Give blocks to requests, share prefixes, and pack the upload of a step
 Pack uploads with the block ids of your own scheduler
     pack_step, TableEntry
 Generate tokens with a model, or only thread the cache through it
-    Engine, Sampling, Output, TopLogprobs, Stats, ModelOutput, StepContext
+    Engine, Sampling, Output, TopLogprobs, Stats, ModelOutput, NgramDrafts, Drafter, StepContext
 Allocate the cache, and bring it up to date in each step
     make_cache, KVCache, set_scales, apply_step, StepBatch, check_errors, CacheError
 Update the block tables by yourself

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,8 @@ class Calls:
         self.device.check_awake()
         self.device.restore()
         num_left = len(self.in_flight) - 1
+        if self.packer.awaits_tokens:
+            self._collect(0)
         if len(self.in_flight) < LOOKAHEAD_CALLS:  # or a wait for the oldest was interrupted
             self.is_broken = True
             calls = self.packer.pack(self.decode_steps)
@@ -155,7 +157,9 @@ class Calls:
 
     def _take(self, out: np.ndarray, sampled: Sampled) -> None:
         """Gives samples what a step sampled for them, and ends those that are done."""
-        half, (samples, index), of_all = out.size // 2, sampled, self.packer.samples
+        if sampled.drafts:
+            return self._take_drafted(out, sampled)
+        half, (samples, index, _), of_all = out.size // 2, sampled, self.packer.samples
         tokens, logprobs = out[: index.size], out[half:][: index.size].view(np.float32)
         alive = [at for at, sample in enumerate(samples) if sample.reason is None]
         if len(alive) < len(samples):  # the others ended before these tokens
@@ -169,7 +173,7 @@ class Calls:
         is_watched = of_all.is_watched[index] > 0
         for at in is_watched.nonzero()[0].tolist():
             if samples[at].sampling.logprobs is not None:
-                samples[at].add_logprob(logprobs.item(at))
+                samples[at].add_logprobs([logprobs.item(at)])
         # From here on the samples have them.
         collections.deque(map(array.array.append, lists, tokens.tolist()), maxlen=0)
         of_all.num_known[index] += 1
@@ -177,6 +181,45 @@ class Calls:
         for sample in [samples[at] for at in may_end.nonzero()[0].tolist()]:
             if (reason := sample.end_reason()) is not None:
                 self._end(sample, reason)
+
+    def _take_drafted(self, out: np.ndarray, sampled: Sampled) -> None:
+        """Gives samples the tokens of a step up to the first one that is not as drafted."""
+        packer, start, half = self.packer, 0, out.size // 2
+        stay, taken, num_accepted = dict[Hashable, int](), list[Sample](), 0
+        for sample, drafts in zip(sampled.samples, sampled.drafts, strict=True):
+            rows = slice(start, start := start + 1 + len(drafts))
+            if sample.reason is not None:
+                continue
+            tokens, logprobs = out[rows].tolist(), out[half:][rows].view(np.float32)
+            pairs = zip(tokens, drafts, strict=False)
+            count = next((at for at, (one, draft) in enumerate(pairs) if one != draft), len(drafts))
+            if count < len(drafts):
+                stay[sample.name] = len(sample.tokens) + count
+            num_accepted += count
+            stops = sample.sampling.stop_token_ids
+            ends = (at for at, one in enumerate(tokens[:count]) if one in stops)
+            self._give(sample, tokens[: 1 + next(ends, count)], logprobs)
+            taken.append(sample)
+        if packer.drafting is not None and taken:
+            packer.drafting.verified(num_accepted, len(taken))
+        packer.stats.accepted_tokens += num_accepted
+        packer.scheduler.rewind(stay)
+        goes_on = [one for one in taken if one.name in stay and one.end_reason() is None]
+        packer.scheduler.append({one.name: 1 for one in goes_on})
+        for sample in taken:
+            if (reason := sample.end_reason()) is not None:
+                self._end(sample, reason)
+
+    def _give(self, sample: Sample, tokens: list[int], logprobs: np.ndarray) -> None:
+        """Gives a sample tokens that follow those that it has."""
+        of_all, stats, index = self.packer.samples, self.packer.stats, sample.index
+        stats.sampled_tokens += len(tokens)
+        stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs[: len(tokens)])))
+        if sample.sampling.logprobs is not None:
+            sample.add_logprobs(logprobs[: len(tokens)].tolist())
+        self._note(sample).tokens.extend(tokens)  # at once, whatever interrupts this
+        of_all.num_known[index] = len(sample.tokens)
+        of_all.records["position"][index] = len(sample.tokens) - sample.num_prompt - 1
 
     def _note(self, sample: Sample) -> Sample:
         """Notes that a sample changes from here on. Returns it."""
@@ -196,9 +239,9 @@ class Calls:
 def _take_details(out: Mapping[str, Any], step: Step) -> None:
     """Gives samples the details that they asked for, before the tokens of the step."""
     if "top" in out:
-        for sample, top in zip(step.sampled.samples, out["top"], strict=False):
+        for (sample, place), top in zip(step.sampled.tokens, out["top"], strict=False):
             if sample.details is not None and sample.reason is None:
-                sample.details.add_top(len(sample.tokens), top)
+                sample.details.add_top(len(sample.tokens) + place, top)
     side, structure = jax.tree.flatten(out.get("side"))
     for details, position, first, count in step.asked.rows:
         if details.sampling.prompt_logprobs is not None and "prompt" in out:

@@ -20,7 +20,7 @@ from jaxkv._src.engine._placement import check_devices, without_mesh
 from jaxkv._src.engine._processing import Processing, States
 from jaxkv._src.engine._progress import with_progress
 from jaxkv._src.engine._sampler import draw, fields_of
-from jaxkv._src.engine._samples import RECORD_SIZE, Sample
+from jaxkv._src.engine._samples import Sample
 from jaxkv._src.internal.log import LOGGER
 from jaxkv._src.internal.mesh import with_auto_axes
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
@@ -234,7 +234,8 @@ class Device:
         there on, and what it samples is void.
 
         Args:
-          uploads: their ``extra`` holds the token ids, and a `RECORD` for each of S samples.
+          uploads: their ``extra`` holds the token ids, a `RECORD` for each of S samples, and with a
+            head the tokens after each request's.
           options: static.
 
         Returns:
@@ -261,14 +262,16 @@ class Device:
     ) -> tuple[State, Arrays]:
         context = StepContext(state[0], upload, newest_tokens=state[1])
         has_ended = context.skip_ended() if may_have_ended else None
-        computed = self._model.run(params, context)
-        logits, shape = computed.logits, upload.shape
-        self.vocab_size, self.has_side = logits.shape[-1], computed.side is not None
-        records, targets = jnp.split(
-            context.batch.extra[shape.max_tokens :], [shape.batch_size * RECORD_SIZE]
-        )
-        cache, of = computed.step.done(), fields_of(records)
+        shape, has_head = upload.shape, self._model.head is not None
+        size = shape.extra - shape.max_tokens - has_head * shape.batch_size
+        records, targets = jnp.split(context.batch.extra[shape.max_tokens :], [size])
+        of = fields_of(records)
         index, draw_them = of["index"][:, 0], functools.partial(self._draw, options=options)
+        computed = self._model.run(params, context, index)
+        logits, cache = computed.logits, computed.step.done()
+        self.vocab_size, self.has_side = logits.shape[-1], computed.side is not None
+        if has_head:  # logits are of samples already
+            of["index"] = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
         (tokens, logprobs, *top), states = with_auto_axes(draw_them, logits, of, state[2])
         sampled = tokens
         if has_ended is not None:

@@ -12,6 +12,7 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
 from jaxkv._src.engine._device import Device
+from jaxkv._src.engine._drafts import Drafter, Drafting, check_drafts
 from jaxkv._src.engine._model import Forward, Head, Model
 from jaxkv._src.engine._outputs import PROMPT, SIDE, Kind, LogprobsMode, Output, Stats, StepOptions
 from jaxkv._src.engine._packer import Packer
@@ -36,6 +37,7 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.log import LOGGER
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.internal.unique import Unique
 from jaxkv._src.logits_processors import LogitsProcessor
 from jaxkv._src.offload import HostMemory
@@ -80,6 +82,7 @@ class Engine(Unique):
         max_tokens: int,
         head: Head | None = None,
         decode_steps: int = 1,
+        drafts: Drafter | None = None,
         chunk_tokens: int | None = None,
         forks: int | None = None,
         shared_prefixes: int | None = None,
@@ -105,6 +108,14 @@ class Engine(Unique):
           decode_steps: steps of one token for each request that one call of the device runs. More
             than 1 pays for small models, whose steps take no longer than a call; an end is noticed
             up to twice as many steps late.
+          drafts: proposes the tokens after those that requests have, such as `NgramDrafts`; a step
+            verifies them together, so that it gives several tokens of a request where they are
+            right. Tokens are the same as without, also sampled ones. Only steps of up to 128
+            requests, all of which decode, have drafts, and then the host waits for each before it
+            prepares the next. While fewer than one draft in four requests of a step is accepted,
+            they are left for 32 steps, and up to 256 if that goes on. Requests with logits
+            processors get none. They need ``head``, and states that can be set back
+            (``speculative_blocks``).
           chunk_tokens: as for `Scheduler`.
           forks: samples of one prompt that may start in one step; None: up to 32.
           shared_prefixes: groups of samples or prompts that read the blocks that they begin with
@@ -160,6 +171,11 @@ class Engine(Unique):
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         check_choice(get_args(LogprobsMode), logprobs_mode=logprobs_mode)
+        if drafts is not None:
+            several = decode_steps if decode_steps > 1 else None
+            others = {"reproducible": reproducible, "decode_steps": several}
+            sizes = {"max_tokens": max_tokens, "has_head": head is not None}
+            check_drafts(drafts, plan, others=others, **sizes)
         num_rows = max_requests if logits_processors else 0
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed, num_rows)
         lookahead = LOOKAHEAD_CALLS * decode_steps
@@ -182,11 +198,12 @@ class Engine(Unique):
             ),
             reproducible=reproducible,
             has_targets=head is not None,
+            drafts=0 if drafts is None else drafts.max_tokens,
         )
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
-        num_sampled = (
-            lookahead + 2
-        ) * max_requests  # of idle steps, and of those not collected yet
+        most_drafted = max(self._buckets.drafted, default=0)
+        # Of idle steps, and of those not collected yet.
+        num_sampled = max(lookahead + 2, cdiv(most_drafted, max_requests)) * max_requests
         check_distinct(logits_processors)
         self._processors = tuple(logits_processors)
         processing = functools.partial(
@@ -205,6 +222,8 @@ class Engine(Unique):
         )
         parts = self._scheduler, self._samples, self.stats, self._device.ring(decode_steps)
         self._packer = Packer(self.manager, self._buckets, *parts, num_sampled)
+        if drafts is not None:
+            self._packer.drafting = Drafting(drafts, most_drafted, self._device.vocab_size)
         self._calls = Calls(self._device, self._packer, decode_steps)
         self._family = itertools.count()
         self._device.take_over()

@@ -35,7 +35,8 @@ class Computed(NamedTuple):
     """All that a model has computed in a step.
 
     step: that has ended.
-    logits: float[B, vocab], of each request's last token.
+    logits: float[B, vocab], of each request's last token; with a head float[S, vocab], of the
+      tokens that samples follow.
     hidden: float[T, ...], of all tokens; without a head the same as ``logits``.
     side: the pytree of arrays, [T, ...]; None: none.
     """
@@ -55,8 +56,11 @@ class Model(NamedTuple):
     forward: Forward
     head: Head | None
 
-    def run(self, params: Any, step: StepContext) -> Computed:
+    def run(self, params: Any, step: StepContext, sampled: Array) -> Computed:
         """Computes the tokens of a step.
+
+        Args:
+          sampled: int32[S], with a head: the tokens that samples follow.
 
         Raises:
           TypeError, ValueError: either is something else, or of another shape.
@@ -71,7 +75,7 @@ class Model(NamedTuple):
             _check_rows("forward", out.result, requests, LOGITS)
             return Computed(step, out.result, out.result, side)
         _check_rows("forward", out.result, tokens, HIDDEN)
-        logits = apply_head(self.head, params, out.result[step.last_tokens])
+        logits = apply_head(self.head, params, out.result[sampled])
         return Computed(step, logits, out.result, side)
 
 

@@ -114,6 +114,7 @@ class Stats:
       which the cache held.
     computed_tokens, padded_tokens: tokens of steps that belong to requests, and that fill shapes.
     sampled_tokens: of all outputs.
+    drafted_tokens, accepted_tokens: drafts that steps verified, and those that were right.
     nan_tokens: those of them whose log-probability is NaN.
     preemptions: of running requests.
     """
@@ -125,5 +126,7 @@ class Stats:
     computed_tokens: int = 0
     padded_tokens: int = 0
     sampled_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     nan_tokens: int = 0
     preemptions: int = 0

@@ -1,13 +1,14 @@
 """The choice and the packing of an engine's steps."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._details import Asked, Details
+from jaxkv._src.engine._drafts import Drafting
 from jaxkv._src.engine._outputs import PROMPT, SIDE, TOP, Stats
 from jaxkv._src.engine._samples import RECORD, RECORD_SIZE, Sample, Samples
 from jaxkv._src.engine._shape_buckets import ShapeBuckets
@@ -20,10 +21,20 @@ class Sampled(NamedTuple):
     """The samples that a step samples a token for.
 
     index: int64[S], of each in `Samples`.
+    drafts: of each sample, after each of which the step samples a token, too; empty: of none.
     """
 
     samples: list[Sample]
     index: np.ndarray
+    drafts: Sequence[Sequence[int]] = ()
+
+    @property
+    def tokens(self) -> Iterator[tuple[Sample, int]]:
+        """Each token that is sampled, as its sample and its place after the known ones."""
+        if not self.drafts:
+            return ((sample, 0) for sample in self.samples)
+        pairs = zip(self.samples, self.drafts, strict=True)
+        return ((sample, at) for sample, drafts in pairs for at in range(1 + len(drafts)))
 
 
 NONE_SAMPLED = Sampled([], np.zeros(0, np.int64))
@@ -53,6 +64,7 @@ class Packer:
     num_sampled: tokens of the latest steps that the device keeps.
     offset: index on the device of the first of the tokens that the newest step samples.
     sampled: by the newest step, if its tokens are on the device.
+    drafting: drafts, if the engine has any.
     """
 
     manager: BlockManager
@@ -64,6 +76,12 @@ class Packer:
     num_sampled: int
     offset: int = 0
     sampled: Sampled = NONE_SAMPLED
+    drafting: Drafting | None = None
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether the next step depends on the tokens of the newest one."""
+        return bool(self.sampled.drafts) or self._may_draft
 
     def pack(self, most_steps: int) -> list[list[Step]]:
         """Packs some decodes of one shape, or one other step; none if there is no work.
@@ -73,6 +91,8 @@ class Packer:
         Returns:
           The steps of each call: all of them if they are complete, else one.
         """
+        if self.drafting is not None and (step := self._verify(self.drafting)) is not None:
+            return [[step]]
         steps: list[Step] = []
         idle: list[Step] = []
         shape: StepShape | None = None  # of all of them
@@ -133,27 +153,110 @@ class Packer:
                 rows.append((details, start, batch.ends.item(at) - count, count))
         return Asked(wants, rows)
 
+    # --- drafts -------------------------------------------------------------------
+
+    @property
+    def _may_draft(self) -> bool:
+        """Whether the next step may verify drafts.
+
+        All requests that run have to decode, in a step that none can enter.
+        """
+        running, drafting = self.manager.requests, self.drafting
+        if drafting is None or drafting.left or not drafting.has_room_for(len(running)):
+            return False
+        names = [sample.name for sample in self._alive()]
+        entered = min(self.manager.max_requests, len(self.samples.tokens))
+        return 0 < len(names) == len(running) == entered and all(x in running for x in names)
+
+    def _alive(self) -> list[Sample]:
+        return [sample for sample in self.sampled.samples if sample.reason is None]
+
+    def _verify(self, drafting: Drafting) -> Step | None:
+        """Packs a step that verifies drafts; None: there are none.
+
+        The scheduler has the newest token of each request already, and gets it again with drafts.
+        """
+        if not self._may_draft:
+            drafting.left = max(0, drafting.left - 1)
+            return None
+        if not (drafts := drafting.propose(self._alive())):
+            return None
+        self.scheduler.rewind({sample.name: len(sample.tokens) - 1 for sample in drafts})
+        self.scheduler.append({sample.name: 1 + len(of) for sample, of in drafts.items()})
+        num_tokens = len(self._alive()) + sum(map(len, drafts.values()))
+        schedule = self.scheduler.schedule(max_tokens=num_tokens)
+        # No later step counts on the drafts of those that are left out, or were preempted.
+        late = [sample for sample in drafts if sample.index not in schedule.index]
+        self.scheduler.rewind({sample.name: len(sample.tokens) for sample in late})
+        if not schedule.work:
+            return None
+        samples = self.samples.by_index[schedule.index].tolist()
+        lists = [drafts.get(sample, []) for sample in samples]
+        shape = self.buckets.fitting_drafts(schedule.num_tokens)
+        self._count(schedule, shape.max_tokens - schedule.num_tokens)
+        self.stats.drafted_tokens += sum(map(len, lists))
+        return self._pack_drafts(schedule, shape, Sampled(samples, schedule.index, lists))
+
+    def _pack_drafts(self, schedule: Schedule, shape: StepShape, sampled: Sampled) -> Step:
+        """Packs a step that samples a token after each of its tokens, all of which are known."""
+        index, lists = sampled.index, sampled.drafts
+        parts = zip(sampled.samples, lists, strict=True)
+        ids = [token for of, drafts in parts for token in (of.tokens[-1], *drafts)]
+        counts = schedule.work.batch.counts
+        ends = np.cumsum(counts)
+        started = self.samples.take_rows(index, self.manager.requests)
+        records, each = self.samples.records[np.repeat(index, counts)], np.arange(len(ids))
+        records["index"] = each
+        records["position"] += 1 + each - np.repeat(ends - counts, counts)
+        records["offset"] = 0  # no later step takes these tokens from the device
+        asked = self._asked(schedule)
+        upload = self._upload(schedule, shape, np.array(ids, np.int32), records)
+        self.samples.records[index] = records[ends - 1]
+        return self._sent(upload, sampled, asked, started)
+
     def _pack(self, schedule: Schedule, shape: StepShape, asked: Asked) -> Step:
         index, ids = schedule.samples.index, self._token_ids(schedule)
         started = self.samples.take_rows(index, self.manager.requests)
         records, count = self.samples.records[index], index.size
         offset = self.offset % (self.num_sampled - self.manager.max_requests)
         offset += self.manager.max_requests  # those before are of idle steps
-        records["index"] = schedule.samples.ints
+        places = schedule.samples.ints
+        records["index"] = (
+            schedule.work.batch.ends[places] - 1 if self.samples.model.has_head else places
+        )
         records["position"] += 1
         records["offset"] = offset + np.arange(count)
-        extra = np.zeros(shape.extra, np.int32)
-        extra[: ids.size] = ids
-        end = shape.max_tokens + shape.batch_size * RECORD_SIZE
-        extra[shape.max_tokens : end].view(RECORD)[:count] = records
-        if asked.wants & PROMPT:
-            extra[end:][: schedule.index.size] = self._targets(schedule)
-        upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
+        targets = self._targets(schedule) if asked.wants & PROMPT else ()
+        upload = self._upload(schedule, shape, ids, records, targets)
         self.samples.records[index] = records
         self.offset = offset
-        self.sampled = Sampled(self.samples.by_index[index].tolist(), index)
+        sampled = Sampled(self.samples.by_index[index].tolist(), index)
+        return self._sent(upload, sampled, asked, started)
+
+    def _upload(
+        self,
+        schedule: Schedule,
+        shape: StepShape,
+        ids: np.ndarray,
+        records: np.ndarray,
+        targets: Sequence[int] = (),
+    ) -> Upload:
+        extra = np.zeros(shape.extra, np.int32)
+        extra[: ids.size] = ids
+        size = records.size * RECORD_SIZE
+        extra[shape.max_tokens :][:size].view(RECORD)[:] = records
+        if targets:
+            extra[extra.size - shape.batch_size :][: len(targets)] = targets
+        return self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
+
+    def _sent(
+        self, upload: Upload, sampled: Sampled, asked: Asked, started: Sequence[Sample]
+    ) -> Step:
+        """Returns the step of an upload, and gives each request its next token to compute."""
+        self.sampled, index = sampled, sampled.index
+        records = self.samples.records[index]
         self.scheduler.append(index[records["position"] < records["last"]])
-        return Step(upload, self.sampled, self.manager.take_transfers(), asked, started)
+        return Step(upload, sampled, self.manager.take_transfers(), asked, started)
 
     def _targets(self, schedule: Schedule) -> list[int]:
         """Returns the token after each request's last one, if it is of the prompt; else 0."""

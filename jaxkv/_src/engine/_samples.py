@@ -3,7 +3,7 @@
 import array
 import dataclasses
 import functools
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,10 @@ from jaxkv._src.prefixes import TokenIds, as_tokens
 
 NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
 NAMES = "index position last offset sample row top_k temperature top_p min_p seed stops".split()
-#: index: the sample's row of the logits. position: of the token that it samples, among all that it
-#: samples; last: of its last one. offset: of the token on the device, see `State`. row: of its
-#: state for logits processors; 0: it has none, -1: it needs one. The others: its sampling.
+#: index: the request of the step that the sample follows; with a head, the token. position: of the
+#: token that it samples, among all that it samples; last: of its last one. offset: of the token on
+#: the device, see `State`. row: of its state for logits processors; 0: it has none, -1: it needs
+#: one. The others: its sampling.
 #: `fields_of` finds a field by its number, because only the last is wider than an int32.
 RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiiifffI", (np.int32, NUM_STOPS)]})
 RECORD_SIZE = RECORD.itemsize // 4  # int32s
@@ -56,10 +57,10 @@ class Sample:
     version_starts: dict[int, int] = dataclasses.field(default_factory=dict)
     version: tuple[int, ...] = ()
 
-    def add_logprob(self, logprob: float) -> None:
-        """Adds the log-probability of the next token, in place of one of an interrupted call."""
+    def add_logprobs(self, logprobs: Sequence[float]) -> None:
+        """Adds log-probabilities of the next tokens, in place of those of an interrupted call."""
         del self.logprobs[len(self.tokens) - self.num_prompt :]
-        self.logprobs.append(logprob)
+        self.logprobs.extend(logprobs)
 
     def end_reason(self) -> FinishReason | None:
         """Returns the reason for which the sample ends after its last token, if there is one."""

@@ -31,6 +31,7 @@ class ShapeBuckets:
     shared: every second of them, from the largest down, with room for groups of requests; those
       with which groups may save enough.
     least_saved: tokens that these have to save.
+    drafted: of steps that verify drafts, by number of tokens, each of which is sampled from.
     mixed: by number of tokens: few, because each takes seconds to compile, and large ones are
       filled by `fill`; a prompt alone has to fill a small one, so that these are closer.
     shapes: all of these, the smallest first.
@@ -46,12 +47,14 @@ class ShapeBuckets:
         prefix_groups: int = 0,
         reproducible: bool = False,
         has_targets: bool = False,
+        drafts: int = 0,
     ):
         """Chooses the shapes.
 
         Args:
           prefix_groups: groups of requests that read the blocks that they begin with together.
           has_targets: whether an upload holds the token after each request's last, too.
+          drafts: the most of a request in a step.
         """
         if max_tokens < max_requests:
             raise ValueError(
@@ -59,9 +62,9 @@ class ShapeBuckets:
                 "token of each"
             )
 
-        def shape(tokens: int, requests: int, **options: Any) -> StepShape:
+        def shape(tokens: int, requests: int, samples: int = 0, **options: Any) -> StepShape:
             options |= {"max_tokens": tokens, "batch_size": requests, "reproducible": reproducible}
-            extra = tokens + requests * (RECORD_SIZE + has_targets)
+            extra = tokens + (samples or requests) * RECORD_SIZE + requests * has_targets
             return scheduler.shape(extra=extra, **options)
 
         def decode(size: int, groups: int = 0) -> StepShape:
@@ -74,13 +77,20 @@ class ShapeBuckets:
         coarse = sizes[::-2][::-1] if prefix_groups else ()
         may_save = [size for size in coarse if (size - 1) * longest >= self.least_saved]
         self.shared = {size: decode(size, prefix_groups) for size in may_save}
+        each = 1 + drafts
+        most = min(READING, max_tokens, max_requests * each)
+        self.drafted = {
+            size: shape(size, min(size, max_requests), size, max_query_len=min(size, each))
+            for size in (_of_decodes(most) if drafts else ())
+        }
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         sizes = [max_tokens] if reproducible else _of_prompts(smallest, max_tokens)
         self.mixed = {size: shape(size, max_requests) for size in sizes}
         # Tokens and requests differ in number, so that logits of all tokens are told from those of
         # each request's last.
         self.to_trace = shape(max_tokens + (max_tokens == max_requests), max_requests)
-        self.shapes = [*self.decode.values(), *self.shared.values(), *self.mixed.values()]
+        of_kinds = self.decode, self.shared, self.drafted, self.mixed
+        self.shapes = [shape for of_kind in of_kinds for shape in of_kind.values()]
 
     def fill(self, wanted: Wanted, decodes: int) -> int:
         """Returns the most tokens of a step for which so many wait, ``decodes`` of them decodes.
@@ -117,6 +127,10 @@ class ShapeBuckets:
             wanted = max(wanted, len(schedule.samples))
             shapes = self.shared if self.shared and num_saved >= self.least_saved else self.decode
         return next(shape for size, shape in shapes.items() if size >= wanted)
+
+    def fitting_drafts(self, num_tokens: int) -> StepShape:
+        """Returns the smallest shape for drafts that holds so many tokens."""
+        return next(shape for size, shape in self.drafted.items() if size >= num_tokens)
 
 
 def _of_decodes(largest: int) -> Sequence[int]:
