@@ -94,7 +94,7 @@ CASES = {
     "all, few blocks": (ALL, 44, 48, 4),
     "a window, few blocks": (("window",), 12, 48, 4),
     "latents alone": (("latent",), 60, 48, 1),
-    "one block": (("full",), 2, 4, 1),
+    "two blocks": (("full",), 3, 8, 1),
 }
 
 

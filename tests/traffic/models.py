@@ -59,8 +59,12 @@ class Model:
 # --- plans ----------------------------------------------------------------------------
 
 
-def random_model(draw: random.Random) -> Model:
-    """Returns a model of one to five layers of any kinds, over a pool that holds few requests."""
+def random_model(draw: random.Random, drafts: int = 0) -> Model:
+    """Returns a model of one to five layers of any kinds, over a pool that holds few requests.
+
+    Args:
+      drafts: that layers can be set back by.
+    """
     kinds = draw.choices(KINDS, k=draw.choice([1, 1, 2, 3]))
     layers, specs = dict[str, Layer](), dict[str, Any]()
     for kind in kinds:
@@ -78,7 +82,7 @@ def random_model(draw: random.Random) -> Model:
         name = f"shared.{len(layers)}"
         layers[name] = Layer("shared", heads=layers[owner].heads, owner=owner)
         specs[name] = jaxkv.SharedKVSpec(owner)
-    plan = random_plan(draw, specs)
+    plan = random_plan(draw, {name: with_drafts(spec, drafts) for name, spec in specs.items()})
     sizes = None
     if draw.random() < 0.4:
         sizes = tuple(kernel_block_size(draw, group) for group in plan.groups)
@@ -130,6 +134,14 @@ def random_layer(draw: random.Random, kind: str) -> tuple[Layer, jaxkv.specs.Lay
     heads, width = draw.choice([1, 2]), draw.choice([3, 4, 8])
     size |= {"num_kv_heads": heads, "head_size": width, "head_size_v": WIDTH}
     return Layer(kind, heads=heads, width=width, span=span), spec(**size, **limits)
+
+
+def with_drafts(spec: Any, count: int) -> Any:
+    if count and isinstance(spec, jaxkv.StateSpec):
+        return dataclasses.replace(spec, cache_mode="none", speculative_blocks=count)
+    if count and isinstance(spec, jaxkv.RingSpec):
+        return dataclasses.replace(spec, block_size=spec.block_size + count)
+    return spec
 
 
 def random_plan(draw: random.Random, specs: dict[str, Any]) -> jaxkv.Plan:

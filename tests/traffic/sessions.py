@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import Output
-from jaxkv._src.engine import _calls, _shape_buckets
+from jaxkv._src.engine import _calls, _drafts, _shape_buckets
 from jaxkv._src.prefixes import _beginnings
 from tests.traffic.models import (
     OTHERS,
@@ -55,6 +55,25 @@ class Story:
     has_ended: bool = False
 
 
+class Drafts:
+    """Proposes the model's likeliest tokens, some of them replaced, for some samples."""
+
+    def __init__(self, traffic: "Traffic", max_tokens: int, seed: int):
+        self.max_tokens, self._traffic = max_tokens, traffic
+        self._draw = random.Random(f"drafts {seed}")
+
+    def propose(self, tokens: dict[Any, Any], max_tokens: int) -> dict[Any, list[int]]:
+        layers, draw = self._traffic.model.layers, self._draw
+        weights, found = make_weights(layers, self._traffic.weights), dict[Any, list[int]]()
+        for name, known in tokens.items():
+            ids = known.tolist()
+            for _ in range(draw.randint(0, max_tokens)):
+                right = int(candidates(layers, weights, ids)[0][-1])
+                ids.append(draw.choice([right, right, right, draw.randrange(VOCAB)]))
+            found[name] = ids[len(known) :]
+        return found
+
+
 class Traffic:
     """An engine under random traffic.
 
@@ -68,12 +87,17 @@ class Traffic:
         self.draw, self.history, self.seen = random.Random(seed), history, seen
         self.more = random.Random(-1 - seed)
         self.has_swaps = self.more.random() < 0.5
-        draw = self.draw
-        self.model = random_model(draw)
+        draw, of_drafts = self.draw, random.Random(f"may draft {seed}")
+        drafts = of_drafts.choice([0, 0, 1, 2, 3])
+        self.model = random_model(draw, drafts)
         self.interrupts = interrupts if draw.random() < 0.4 else ()
         self.details = random.Random(f"details {seed}")
         self.has_head, self.has_details = (self.details.random() < 0.5 for _ in range(2))
         self.options = self.random_options(self.model)
+        limits = self.options["max_tokens"], self.model.plan.limits.max_in_flight_tokens
+        if drafts and drafts < min(limits) and not self.options.get("reproducible"):
+            self.has_head = True
+            self.options |= {"drafts": Drafts(self, drafts, seed), "decode_steps": 1}
         # A step that samples, and one with limits, is compiled anew: the first request wants it.
         self.kind, self.is_new = draw.choice([0, 1, 2, 2]), True
         self.weights = 0
@@ -425,6 +449,7 @@ def run_traffic(
         with (
             mock.patch.object(_shape_buckets, "LEAST_SAVED_BYTES", least),
             mock.patch.object(_beginnings, "LEAST_TOKENS", 2),
+            mock.patch.object(_drafts, "LEAST_GAIN", -1.0 if seed % 4 else 0.25),
         ):
             traffic = Traffic(seed, interrupts, history, seen)
             for session in sessions:
@@ -435,7 +460,7 @@ def run_traffic(
     except Exception as error:
         calls, fault = "\n".join(history), f"{type(error).__name__}: {error}"
         raise AssertionError(f"{calls}\n\nseed {seed}: {fault}") from error
-    for name in ("calls", "preemptions", "cached_tokens"):
+    for name in ("calls", "preemptions", "cached_tokens", "drafted_tokens", "accepted_tokens"):
         seen[name] += getattr(traffic.engine.stats, name)
     return seen
 
