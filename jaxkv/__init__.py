@@ -38,7 +38,7 @@ Give blocks to requests, share prefixes, and pack the upload of a step
 Pack uploads with the block ids of your own scheduler
     pack_step, TableEntry
 Generate tokens with a model, or only thread the cache through it
-    Engine, Sampling, Output, TopLogprobs, Stats, ModelOutput, NgramDrafts, Drafter, StepContext
+    Engine, Sampling, Output, TopLogprobs, Stats, ModelOutput, StepContext
 Allocate the cache, and bring it up to date in each step
     make_cache, KVCache, set_scales, apply_step, StepBatch, check_errors, CacheError
 Update the block tables by yourself
@@ -56,10 +56,10 @@ Offload blocks to host memory
 Modules with more: `jaxkv.planning`, `jaxkv.specs`, `jaxkv.hf_config`, `jaxkv.layout` (physical
 orders), `jaxkv.blocks`, `jaxkv.scheduler`, `jaxkv.cache` (error flags), `jaxkv.pool` (blocks),
 `jaxkv.attention` (block masks), `jaxkv.prefixes` (keys and events), `jaxkv.step` (several
-processes), `jaxkv.logits_processors`, `jaxkv.sleeping`, `jaxkv.interop.vllm`, `jaxkv.testing`,
-`jaxkv.plotting`. Kernels over plain arrays are in the package `pallas_kernels`. In a shell,
-``python -m jaxkv plan --help`` says what fits into a GPU, and ``python -m jaxkv demo`` serves a
-small model.
+processes), `jaxkv.logits_processors`, `jaxkv.drafts`, `jaxkv.sleeping`, `jaxkv.interop.vllm`,
+`jaxkv.testing`, `jaxkv.plotting`. Kernels over plain arrays are in the package `pallas_kernels`. In
+a shell, ``python -m jaxkv plan --help`` says what fits into a GPU, and ``python -m jaxkv demo``
+serves a small model.
 
 Importing jaxkv is quick: a name is imported when it is first used, and planning, the manager and
 the scheduler do not load jax.

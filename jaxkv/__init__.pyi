@@ -12,10 +12,8 @@ from jaxkv._src.cache import check_errors as check_errors
 from jaxkv._src.cache import expand_blocks as expand_blocks
 from jaxkv._src.cache import make_cache as make_cache
 from jaxkv._src.cache import set_scales as set_scales
-from jaxkv._src.engine import Drafter as Drafter
 from jaxkv._src.engine import Engine as Engine
 from jaxkv._src.engine import ModelOutput as ModelOutput
-from jaxkv._src.engine import NgramDrafts as NgramDrafts
 from jaxkv._src.engine import Output as Output
 from jaxkv._src.engine import Sampling as Sampling
 from jaxkv._src.engine import Stats as Stats

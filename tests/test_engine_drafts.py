@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import NgramDrafts, Sampling
+from jaxkv import Sampling
 from jaxkv._src.engine import _drafts
 from jaxkv._src.engine._drafts import FIRST_GAIN, LONGEST_PAUSE, SHORTEST_PAUSE, Drafting
+from jaxkv.drafts import NgramDrafts
 from jaxkv.testing import count_compilations
 from tests.engine_models import (
     SPECS,

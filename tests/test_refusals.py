@@ -22,6 +22,7 @@ import jaxkv
 from jaxkv import layout, planning, pool, prefixes, specs
 from jaxkv._src.layout import LayerExtents, PagePlacement
 from jaxkv.attention import block_mask_indices, block_mask_sizes, physical_to_logical
+from jaxkv.drafts import NgramDrafts
 from jaxkv.hf_config import count_weights
 from jaxkv.logits_processors import TokenAutomaton, TokenTable
 from tests.helpers import hybrid_plan
@@ -226,7 +227,7 @@ def of_host(s: Served) -> Iterator[Call]:
     sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 1, "n": 1}
     sampling |= {"logprobs": 1, "prompt_logprobs": 1, "side": True, "processors": {}}
     yield jaxkv.Sampling, sampling | {"max_tokens": 4, "stop_token_ids": (1,)}
-    yield jaxkv.NgramDrafts, {"max_tokens": 4, "min_match": 2, "max_match": 4}
+    yield NgramDrafts, {"max_tokens": 4, "min_match": 2, "max_match": 4}
     yield TokenAutomaton, {"vocab_size": 8, "max_states": 4, "max_classes": 4}
     table = {"transitions": {0: {1: 0}}, "vocab_size": 8, "start": 0}
     yield TokenTable.from_transitions, table

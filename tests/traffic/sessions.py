@@ -95,8 +95,8 @@ class Traffic:
         self.has_head, self.has_details = (self.details.random() < 0.5 for _ in range(2))
         self.options = self.random_options(self.model)
         limits = self.options["max_tokens"], self.model.plan.limits.max_in_flight_tokens
-        if drafts and drafts < min(limits) and not self.options.get("reproducible"):
-            self.has_head = True
+        if drafts and drafts < min(limits):
+            self.has_head, _ = True, self.options.pop("reproducible", None)
             self.options |= {"drafts": Drafts(self, drafts, seed), "decode_steps": 1}
         # A step that samples, and one with limits, is compiled anew: the first request wants it.
         self.kind, self.is_new = draw.choice([0, 1, 2, 2]), True

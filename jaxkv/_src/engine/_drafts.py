@@ -11,9 +11,9 @@ from jaxkv._src.internal.checks import check_positive, plain_ints
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import TokenIds, as_tokens
 
-# The gain of drafts is the number of those accepted for each request of a step, in the mean over
-# the latest steps. Below LEAST_GAIN they are left for a pause of some steps, which doubles each
-# time; a first try, and one after a pause, begins a little above it.
+# The gain of drafts is the number of those accepted for each request of a step, at most 1, in the
+# mean over the latest steps. Below LEAST_GAIN they are left for a pause of some steps, which
+# doubles each time; a first try, and one after a pause, begins a little above it.
 LEAST_GAIN, FIRST_GAIN, NEXT_GAIN = 0.25, 0.5, 0.35
 OF_A_STEP, OF_NO_DRAFTS = 1 / 8, 1 / 32  # weights in the mean; a step that drafts nothing is cheap
 SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
@@ -143,7 +143,7 @@ class Drafting:
 
     def verified(self, num_accepted: int, num_requests: int) -> None:
         """Notes how many drafts of a step were accepted."""
-        self._note(num_accepted / num_requests, OF_A_STEP)
+        self._note(min(1.0, num_accepted / num_requests), OF_A_STEP)
 
     def _note(self, gain: float, weight: float) -> None:
         self.gain += weight * (gain - self.gain)
@@ -165,7 +165,7 @@ def check_drafts(
     """
     if isinstance(drafts, type) or not callable(getattr(drafts, "propose", None)):
         raise TypeError(
-            "drafts must be an object with a method propose, such as jaxkv.NgramDrafts("
+            "drafts must be an object with a method propose, such as jaxkv.drafts.NgramDrafts("
             f"max_tokens=4), got {drafts!r}"
         )
     count = getattr(drafts, "max_tokens", None)

@@ -108,14 +108,13 @@ class Engine(Unique):
           decode_steps: steps of one token for each request that one call of the device runs. More
             than 1 pays for small models, whose steps take no longer than a call; an end is noticed
             up to twice as many steps late.
-          drafts: proposes the tokens after those that requests have, such as `NgramDrafts`; a step
-            verifies them together, so that it gives several tokens of a request where they are
-            right. Tokens are the same as without, also sampled ones. Only steps of up to 128
-            requests, all of which decode, have drafts, and then the host waits for each before it
-            prepares the next. While fewer than one draft in four requests of a step is accepted,
-            they are left for 32 steps, and up to 256 if that goes on. Requests with logits
-            processors get none. They need ``head``, and states that can be set back
-            (``speculative_blocks``).
+          drafts: an object of `jaxkv.drafts`, or your own, that proposes the next tokens of
+            requests. A step verifies them together, and gives those that are right, and one more.
+            Tokens are the same as without, also sampled ones. Steps of up to 128 requests, all of
+            which decode, have drafts; the host waits for each before it prepares the next. If they
+            give less than a token for four requests in the mean over some steps, they are left for
+            32 steps, and up to 256 if that goes on. Requests with logits processors get none.
+            Drafts need ``head``, and states that can be set back (``speculative_blocks``).
           chunk_tokens: as for `Scheduler`.
           forks: samples of one prompt that may start in one step; None: up to 32.
           shared_prefixes: groups of samples or prompts that read the blocks that they begin with
