@@ -203,9 +203,10 @@ class Calls:
         if packer.drafting is not None and taken:
             packer.drafting.verified(num_accepted, len(taken))
         packer.stats.accepted_tokens += num_accepted
-        packer.scheduler.rewind(stay)
-        goes_on = [one for one in taken if one.name in stay and one.end_reason() is None]
-        packer.scheduler.append({one.name: 1 for one in goes_on})
+        if stay:
+            packer.scheduler.rewind(stay)
+            goes_on = [one for one in taken if one.name in stay and one.end_reason() is None]
+            packer.scheduler.append({one.name: 1 for one in goes_on})
         for sample in taken:
             if (reason := sample.end_reason()) is not None:
                 self._end(sample, reason)

@@ -8,6 +8,7 @@ from jaxtyping import Int32
 
 from jaxkv._src.engine._samples import Sample
 from jaxkv._src.internal.checks import check_positive, plain_ints
+from jaxkv._src.internal.log import LOGGER
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import TokenIds, as_tokens
 
@@ -150,6 +151,7 @@ class Drafting:
         if self.gain >= FIRST_GAIN:
             self.pause = SHORTEST_PAUSE
         elif self.gain < LEAST_GAIN:
+            LOGGER.info("leaves drafts for %d steps, because few are accepted", self.pause)
             self.gain, self.left = NEXT_GAIN, self.pause
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
 

@@ -185,13 +185,17 @@ class Packer:
         self.scheduler.append({sample.name: 1 + len(of) for sample, of in drafts.items()})
         num_tokens = len(self._alive()) + sum(map(len, drafts.values()))
         schedule = self.scheduler.schedule(max_tokens=num_tokens)
-        # No later step counts on the drafts of those that are left out, or were preempted.
-        late = [sample for sample in drafts if sample.index not in schedule.index]
-        self.scheduler.rewind({sample.name: len(sample.tokens) for sample in late})
-        if not schedule.work:
-            return None
         samples = self.samples.by_index[schedule.index].tolist()
         lists = [drafts.get(sample, []) for sample in samples]
+        # A request that a rewind has preempted may start again, with other tokens.
+        decode = schedule.num_computed == self.samples.num_known[schedule.index] - 1
+        decode &= schedule.work.batch.counts == [1 + len(of) for of in lists]
+        is_right = bool(samples) and decode.all()
+        # No later step counts on the drafts of those that are left out.
+        if late := [sample for sample in drafts if not is_right or sample not in samples]:
+            self.scheduler.rewind({sample.name: len(sample.tokens) for sample in late})
+        if not is_right:
+            return None
         shape = self.buckets.fitting_drafts(schedule.num_tokens)
         self._count(schedule, shape.max_tokens - schedule.num_tokens)
         self.stats.drafted_tokens += sum(map(len, lists))
