@@ -25,7 +25,7 @@ from tests.engine_models import (
 )
 
 ALL, COUNT = tuple(SPECS), 3
-SIZES: dict[str, Any] = {"max_requests": 4, "max_tokens": 16, "head": head}
+SIZES: dict[str, Any] = {"max_requests": 4, "max_tokens": 8, "head": head}
 Answers = dict[tuple[int, int], jaxkv.Output]
 
 
@@ -33,7 +33,7 @@ def plan_of(layers: tuple[str, ...], num_blocks: int, longest: int = 48) -> jaxk
     """Returns a plan whose states can be set back."""
     state = dataclasses.replace(SPECS["state"], speculative_blocks=COUNT)
     specs = {layer: state if layer == "state" else SPECS[layer] for layer in layers}
-    limits = jaxkv.Limits(max_in_flight_tokens=16)
+    limits = jaxkv.Limits(max_in_flight_tokens=8)
     options: Any = {"max_model_len": longest, "limits": limits}
     return jaxkv.plan_cache(specs, 2**30, num_blocks_override=num_blocks, **options)
 
@@ -42,17 +42,20 @@ def make_engine(plan: jaxkv.Plan, drafts: Any = None, **options: Any) -> jaxkv.E
     return jaxkv.Engine(hidden_states, make_params(), plan, drafts=drafts, **SIZES | options)
 
 
-def random_requests(seed: int, longest: int) -> list[tuple[list[int], Sampling]]:
-    """Prompts, half of which begin alike, with all kinds of sampling and details."""
+def random_requests(
+    seed: int, longest: int, *, ask: bool = False
+) -> list[tuple[list[int], Sampling]]:
+    """Prompts, half of which begin alike, with all kinds of sampling, and details if they ask."""
     rng = np.random.default_rng(seed)
     requests, shared = [], rng.integers(0, VOCAB, 13).tolist()
     for number in range(12):
         begins = shared[: rng.integers(8, 13)] if number % 2 else []
         prompt = [*begins, *rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()]
         prompt = prompt[: longest // 2]
-        options: dict[str, Any] = {"logprobs": int(rng.integers(3)), "side": number % 4 == 1}
-        options["prompt_logprobs"] = 1 if number % 3 == 0 else None
-        options["stop_token_ids"] = rng.integers(0, VOCAB, 2)
+        options: dict[str, Any] = {"logprobs": 0, "stop_token_ids": rng.integers(0, VOCAB, 2)}
+        if ask:
+            options |= {"logprobs": number % 3, "side": number % 4 == 1}
+            options["prompt_logprobs"] = 1 if number % 3 == 0 else None
         if number % 3:
             limits = [{}, {"top_k": 5}, {"top_p": 0.7, "min_p": 0.02}][rng.integers(3)]
             options |= {"temperature": 1.0, "seed": number, "n": int(rng.integers(1, 4)), **limits}
@@ -62,6 +65,7 @@ def random_requests(seed: int, longest: int) -> list[tuple[list[int], Sampling]]
 
 
 def served(engine: jaxkv.Engine, requests: list[tuple[list[int], Sampling]]) -> Answers:
+    engine.warm_up(Sampling(temperature=1.0, top_k=5))  # no step for greedy tokens alone
     prompts, samplings = zip(*requests, strict=True)
     outputs = {(o.request, o.sample): o for o in engine.generate(prompts, samplings)}
     assert not engine.has_work and not engine.manager.requests
@@ -91,9 +95,8 @@ class Knowing:
 
 
 CASES = {
-    "all": (ALL, 60, 48, 4),
     "all, few blocks": (ALL, 44, 48, 4),
-    "a window, few blocks": (("window",), 12, 48, 4),
+    "a window": (("window",), 14, 48, 4),
     "latents alone": (("latent",), 60, 48, 1),
     "two blocks": (("full",), 3, 8, 1),
 }
@@ -104,7 +107,8 @@ def test_drafts_give_the_same_tokens(case: str, monkeypatch) -> None:
     """Sampled tokens, too: each position has its own random numbers, whatever was drafted."""
     monkeypatch.setattr(_drafts, "LEAST_GAIN", -1.0)
     layers, num_blocks, longest, max_requests = CASES[case]
-    plan, requests = plan_of(layers, num_blocks, longest), random_requests(1, longest)
+    plan = plan_of(layers, num_blocks, longest)
+    requests = random_requests(1, longest, ask=case == "a window")
     right = served(make_engine(plan, max_requests=max_requests), requests)
     known = {at: requests[at[0]][0] + of.tokens for at, of in right.items()}
     engine = make_engine(plan, Knowing(known, 0.7), max_requests=max_requests)
@@ -198,7 +202,7 @@ REFUSED = {
     "no head": ({"head": None, "forward": forward}, ValueError, "and pass head="),
     "several steps": ({"decode_steps": 2}, ValueError, "do not go with decode_steps=2"),
     "reproducible": ({"reproducible": True}, ValueError, "do not go with reproducible=True"),
-    "long": ({"drafts": NgramDrafts(16)}, ValueError, "are more than the 16 tokens of a request"),
+    "long": ({"drafts": NgramDrafts(8)}, ValueError, "are more than the 8 tokens of a request"),
     "states": ({"plan": STATES}, ValueError, "layer 'state' cannot be set back .* speculative_b"),
 }
 

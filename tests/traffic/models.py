@@ -138,7 +138,7 @@ def random_layer(draw: random.Random, kind: str) -> tuple[Layer, jaxkv.specs.Lay
 
 def with_drafts(spec: Any, count: int) -> Any:
     if count and isinstance(spec, jaxkv.StateSpec):
-        return dataclasses.replace(spec, cache_mode="none", speculative_blocks=count)
+        return dataclasses.replace(spec, cache_mode="none", speculative_blocks=count, replay=0)
     if count and isinstance(spec, jaxkv.RingSpec):
         return dataclasses.replace(spec, block_size=spec.block_size + count)
     return spec
