@@ -2,9 +2,8 @@
 
 Example::
 
-    engine = jaxkv.Engine(                                  # forward returns hidden states
-        forward, params, plan, head=head, drafts=NgramDrafts(4), max_requests=8, max_tokens=512
-    )
+    drafts = NgramDrafts(max_tokens=4)
+    options = {"drafts": drafts}    # of jaxkv.Engine, with head=: forward returns hidden states
 
 `NgramDrafts` drafts what followed the last tokens of a request where they came before in it. Your
 own are objects with the method and the attribute of `Drafter`. They run on the host: layers that
