@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import json
 import os
 import pathlib
 import re
@@ -123,11 +124,22 @@ def adapt_links(app, page: str, source: list[str]) -> None:
             return f"[{link[1]}]({link[2].removesuffix('README.md')}{name}#{link[3]})"
         return link[0] if os.path.exists(os.path.normpath(folder / link[2])) else link[1]
 
-    text = (ROOT / "README.md").read_text() if page == "index" else ""
-    text = LINK.sub(on_site, text + source[0])
-    is_guide = page.startswith("notebooks/") or page == "index"
-    roles = {name: f"{{py:obj}}`{name}`" for name in NAMES}
-    source[0] = CODE.sub(lambda code: roles.get(code[1], code[0]), text) if is_guide else text
+    def role(code: re.Match[str]) -> str:
+        return f"{{py:obj}}{code[0]}" if code[1] in NAMES else code[0]
+
+    def adapted(text: str) -> str:
+        text = LINK.sub(on_site, text)
+        return CODE.sub(role, text) if page.startswith("notebooks/") or page == "index" else text
+
+    if source[0].startswith("{"):  # a notebook
+        notebook = json.loads(source[0])
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = adapted("".join(cell["source"]))
+        source[0] = json.dumps(notebook)
+    else:
+        text = (ROOT / "README.md").read_text() if page == "index" else ""
+        source[0] = adapted(text + source[0])
 
 
 def find_public(app, env, node, text):
