@@ -59,10 +59,10 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
 
 def _why_not_replay(rule: Rule, replay: Replay) -> str | None:
     """Returns why the kernel does not support rings, or None if it does."""
-    if (rule.key_size, rule.value_size) != (128, 128):
+    if rule.key_size != 128 or rule.value_size not in (64, 128, 256):
         return (
             f"keys are {rule.key_size} wide and values {rule.value_size}, and with replay the "
-            "kernel takes 128"
+            "kernel takes keys of 128, and values of 64, 128 or 256"
         )
     if replay.length % GRANULE or replay.length > LOADED:
         return (

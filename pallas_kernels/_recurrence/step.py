@@ -24,6 +24,7 @@ from pallas_kernels._recurrence.step_kernel import Stepper
 from pallas_kernels._recurrence.step_replay import Replayer
 from pallas_kernels._recurrence.step_shape import GRANULE, StepShape, step_shape
 
+MOST_HEADS = 4  # of a key head, with rings, whose shared memory grows with them
 LEAST_ITEMS = 2  # per SM, for the convolution to be a part of the kernel
 
 
@@ -124,6 +125,8 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
     if _capability.instructions_of("recurrent_step") == "cp.async":  # short rows take TMA
         return False
     if rule.key_size % 128 or rule.value_size % 128 or requests.spans is not None:
+        return False
+    if tokens.replay is not None and rule.group > MOST_HEADS:
         return False
     ratio = states.itemsize // pages.itemsize
     dtype = jnp.dtype(pages.dtype)

@@ -133,8 +133,8 @@ class Stepper:
                     source = self.log_decay.at[token, pl.ds((item.head + j) * width, width)]
                     target = self.decays.at[t, pl.ds(j * width, width)]
                     copies.append((source, target))
-        copies += self._more_copies(item)
         if not shape.by_tma:
+            copies += self._more_copies(item)
             loaded = [plgpu.load(ref, layout=VECTOR, optimized=False) for ref, _ in copies]
             for value, (_, target) in zip(loaded, copies, strict=True):
                 store(target, value)
@@ -144,8 +144,13 @@ class Stepper:
         if self.conv is not None:
             self.conv.fetch_taps(item, self.ready)
 
+    def _fetch_more(self, item: Item) -> None:
+        """Starts loading what else an item needs before it begins."""
+        for source, target in self._more_copies(item) if self.shape.by_tma else ():
+            plgpu.copy_gmem_to_smem(source, target, self.ready)
+
     def _more_copies(self, item: Item) -> list[tuple[Ref, Ref]]:
-        """Returns what else to load before the item begins, sources and targets."""
+        """Returns its sources and targets."""
         return []
 
     def _read_ahead(self, item: Item) -> Any:
@@ -162,6 +167,7 @@ class Stepper:
         self._fetch_inputs(item)
         for stage in range(shape.stages if shape.by_tma else 0):
             self._fetch(item, stage, stage)
+        self._fetch_more(item)
         write = self._page(self.write_ids[item.request, 0])
         gates: list[Any] = [
             [self._gates(item, t, j) for t in range(shape.tokens)] for j in range(shape.heads)

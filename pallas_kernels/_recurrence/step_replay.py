@@ -13,6 +13,8 @@ from pallas_kernels._recurrence.step_kernel import Stepper
 from pallas_kernels._recurrence.step_rings import StepRing, Total
 from pallas_kernels._recurrence.step_shape import StepShape
 
+VECTORS_IN_REGISTERS = False  # of the new token, while tiles are computed
+
 
 class Replayer(Stepper):
     """Steps of states that pages have as checkpoints and rings.
@@ -64,6 +66,7 @@ class Replayer(Stepper):
         ring, shape, tile, head = self.ring, self.shape, item.tile, item.head
         self._fetch(item, tile, 0)
         self._fetch_inputs(item)
+        self._fetch_more(item)
         page, is_known = self._page(self.write_ids[item.request, 0])
         adds = is_known & ~ring.is_last(item)
         last_token = self.beta.shape[0] - 1
@@ -112,6 +115,13 @@ class Replayer(Stepper):
         if shape.by_tma:
             plgpu.wait_smem_to_gmem(0)
 
+    def _stored(self, vectors: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Returns the vectors of the new token."""
+        if VECTORS_IN_REGISTERS:
+            return vectors
+        query, key = (load(self.ring.vectors.at[n], self.column) for n in range(2))
+        return query, key, vectors[2]
+
     def _moves(self, item: Item) -> Array:
         """Returns whether an item is written to another page than it is read from."""
         return self.read_ids[item.request] != self.write_ids[item.request, 0]
@@ -131,7 +141,6 @@ class Replayer(Stepper):
         ring, shape, loaded, (page, is_known) = self.ring, self.shape, self.loaded.at[stage], write
         assert vectors is not None
         (_, beta), (before, after) = gates
-        query, key, product = vectors
         size = (shape.rows, self.rule.key_size)
         start = lax.rem(tile, self.rule.value_size // shape.rows) * shape.rows
         values = self._values(0, tile)
@@ -142,12 +151,13 @@ class Replayer(Stepper):
         @pl.when(ring.is_last(item))
         def _() -> None:
             state = ring.resume(item, checkpoint * before, j, start)
-            state, out = self._update(state, values, vectors, gates[0], 0, j)
+            state, out = self._update(state, values, self._stored(vectors), gates[0], 0, j)
             self._store_state(item, loaded, state, tile, page, is_known)
             self._store_output(item, 0, j, tile, out)
 
         @pl.when(~ring.is_last(item))
         def _() -> None:
+            query, key, product = self._stored(vectors)
             seen, shown = ring.products(j, start)
             shown += (checkpoint * lax.broadcast_in_dim(query, size, [1])).sum(axis=1) * after
             added = values

@@ -5,6 +5,7 @@ adds to the checkpoint are found once for each head: the state itself is needed 
 become the checkpoint.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from pallas_kernels._mosaic import Ref, load, store
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY
 from pallas_kernels._recurrence.step_common import Item, tile_layout
 from pallas_kernels._recurrence.step_shape import GRANULE, LOADED, StepShape
+
+THREADS = 128
+TOGETHER = 2  # tokens that are added to a state at once: more take more registers
 
 
 class Total(NamedTuple):
@@ -37,10 +41,12 @@ class StepRing:
     rows: of a page before its arrays of keys, of what is added, and of decays.
     pages: [rows, K], of the whole pool.
     computed: tokens of each request before the step.
-    keys, added: shared memory, [16, K] and [heads, L, V], in elements of the pages.
+    keys, added: shared memory, [16, K], and [heads, L * V / K, K] for the values that L tokens add,
+      in elements of the pages.
     weights: shared memory, float32[heads, 3, 16]: of each token in the products with the key and
       the query of the new one, and in the state before that.
     sums: shared memory, float32[heads, 2, V], these products.
+    vectors: shared memory, float32[2, K], the new token's query and key.
     """
 
     def __init__(
@@ -53,11 +59,14 @@ class StepRing:
     ) -> None:
         self.shape, self.rule, self.length = shape, shape.rule, shape.replay
         self.rows, self.pages, self.computed = rows, pages, computed
-        self.keys, self.added, self.weights, self.sums = scratch
+        self.keys, self.added, self.weights, self.sums, self.vectors = scratch
         tile = tile_layout(shape.page.itemsize)
         self.tile, self.row, self.column = tile, tile.reduce(1), tile.reduce(0)
-        width = self.rule.key_size
-        self.vector = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
+        # Vectors of values: of a number for each thread, if there are as many.
+        width, value_size = min(self.rule.value_size, THREADS), self.rule.value_size
+        self.parts = [(start, width) for start in range(0, value_size, width)]
+        self.vector = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+        self.values = self.vector if width == THREADS else self.row
 
     def filled(self, item: Item) -> Array:
         """Returns the ring row of an item's next token."""
@@ -74,8 +83,21 @@ class StepRing:
     def _key_row(self, page: Array, item: Item, i: Array) -> Ref:
         return self.pages.at[page + self.rows[0] + item.key_head * self.length + i]
 
-    def _added_row(self, page: Array, item: Item, j: Array | int, i: Array) -> Ref:
-        return self.pages.at[page + self.rows[1] + (item.head + j) * self.length + i]
+    def _added_row(
+        self, page: Array, item: Item, j: Array | int, i: Array, part: tuple[Array | int, int]
+    ) -> Ref:
+        """Returns a part of the values that token ``i`` adds, by its start and size."""
+        head, width = item.head + j, self.rule.key_size
+        first = (head * self.length + i) * self.rule.value_size + part[0]
+        row = page + self.rows[1] + lax.div(first, width)
+        return self.pages.at[row, pl.ds(lax.rem(first, width), part[1])]
+
+    def _added(self, j: Array | int, i: Array | int, part: tuple[Array | int, int]) -> Ref:
+        """Returns the same in shared memory."""
+        first, width = i * self.rule.value_size + part[0], self.rule.key_size
+        if isinstance(first, int):
+            return self.added.at[j, first // width, pl.ds(first % width, part[1])]
+        return self.added.at[j, lax.div(first, width), pl.ds(lax.rem(first, width), part[1])]
 
     def _totals(self, page: Array, item: Item, j: int, term: int) -> tuple[Array, Array]:
         """Returns the row and the first column of a head's decays."""
@@ -89,16 +111,16 @@ class StepRing:
         Rows that hold nothing yet are not loaded: for them the first ones are, which are cached.
         """
         found: list[tuple[Ref, Ref]] = []
-        for first in range(0, self.length, GRANULE):
-            start = jnp.where(first < self.known(item), first, 0)
-            source = item.page + self.rows[0] + item.key_head * self.length + start
-            found.append(
-                (self.pages.at[pl.ds(source, GRANULE)], self.keys.at[pl.ds(first, GRANULE)])
-            )
+        some, each = GRANULE * self.rule.value_size // self.rule.key_size, self.length // GRANULE
+        for n in range(each):
+            chosen = jnp.where(n * GRANULE < self.known(item), n, 0)
+            source = item.page + self.rows[0] + (item.key_head * each + chosen) * GRANULE
+            target = self.keys.at[pl.ds(n * GRANULE, GRANULE)]
+            found.append((self.pages.at[pl.ds(source, GRANULE)], target))
             for j in range(self.shape.heads):
-                source = item.page + self.rows[1] + (item.head + j) * self.length + start
-                target = self.added.at[j, pl.ds(first, GRANULE)]
-                found.append((self.pages.at[pl.ds(source, GRANULE)], target))
+                source = item.page + self.rows[1] + ((item.head + j) * each + chosen) * some
+                target = self.added.at[j, pl.ds(n * some, some)]
+                found.append((self.pages.at[pl.ds(source, some)], target))
         return found
 
     def weigh(
@@ -121,6 +143,8 @@ class StepRing:
         Returns:
           For each head the decay since the checkpoint, before the token and after it.
         """
+        for n, vector in enumerate((query, key)):
+            store(self.vectors.at[n], vector)
         keys = load(self.keys, self.tile)
         seen = [(keys * lax.broadcast_in_dim(v, keys.shape, [1])).sum(axis=1) for v in (key, query)]
         decays: list[tuple[Array, Array]] = []
@@ -196,13 +220,14 @@ class StepRing:
 
         @pl.loop(0, self.shape.heads)
         def _(j: Array) -> None:
-            sums = [plgpu.layout_cast(jnp.zeros(self.rule.value_size), self.vector)] * 2
-            for i in range(self.length):
-                added = load(self.added.at[j, i], self.vector)
-                added = jnp.where(lax.broadcast(i < known, added.shape), added, 0.0)
-                sums = [total + added * self.weights[j, n, i] for n, total in enumerate(sums)]
-            for n, total in enumerate(sums):
-                store(self.sums.at[j, n], total)
+            for part in self.parts:
+                sums = [plgpu.layout_cast(jnp.zeros(part[1]), self.values)] * 2
+                for i in range(self.length):
+                    added = load(self._added(j, i, part), self.values)
+                    added = jnp.where(lax.broadcast(i < known, added.shape), added, 0.0)
+                    sums = [total + added * self.weights[j, n, i] for n, total in enumerate(sums)]
+                for n, total in enumerate(sums):
+                    store(self.sums.at[j, n, pl.ds(*part)], total)
 
         self._commit()
 
@@ -219,12 +244,21 @@ class StepRing:
     def resume(self, item: Item, state: Array, j: Array, start: Array) -> Array:
         """Returns a tile of the state before the new token, from the decayed checkpoint."""
 
-        def add(i: Array, state: Array) -> Array:
-            added = load(self.added.at[j, i, pl.ds(start, self.shape.rows)], self.row)
-            key = lax.broadcast_in_dim(load(self.keys.at[i], self.column), state.shape, [1])
-            return state + lax.broadcast_in_dim(added * self.weights[j, 2, i], key.shape, [0]) * key
+        known, part = self.known(item), (start, self.shape.rows)
 
-        return lax.fori_loop(0, self.known(item), add, state)
+        def add(turn: Array, state: Array) -> Array:
+            for n in range(TOGETHER):  # to hide the latency
+                i = turn * TOGETHER + n
+                is_there = i < known
+                added = load(self._added(j, i, part), self.row) * self.weights[j, 2, i]
+                added = jnp.where(lax.broadcast(is_there, added.shape), added, 0.0)
+                key = load(self.keys.at[i], self.column)
+                key = jnp.where(lax.broadcast(is_there, key.shape), key, 0.0)
+                key = lax.broadcast_in_dim(key, state.shape, [1])
+                state = state + lax.broadcast_in_dim(added, state.shape, [0]) * key
+            return state
+
+        return lax.fori_loop(0, lax.div(known + (TOGETHER - 1), TOGETHER), add, state)
 
     def store_key(
         self, item: Item, write: tuple[Array, Array], key: Array, t: Array | int = 0
@@ -250,8 +284,9 @@ class StepRing:
 
         @pl.when(is_known)
         def _() -> None:
-            row = self._added_row(page, item, j, self.filled(item) + t)
-            store(row.at[pl.ds(start, self.shape.rows)], added.astype(self.shape.page))
+            part = start, self.shape.rows
+            row = self._added_row(page, item, j, self.filled(item) + t, part)
+            store(row, added.astype(self.shape.page))
 
     def move(self, item: Item, page: Array) -> None:
         """Writes the rows of the ring to another page; zeros if there are none to read."""
@@ -260,9 +295,9 @@ class StepRing:
         def _(i: Array) -> None:
             keys = load(self.keys.at[i], self.vector)
             moved = [(self._key_row(page, item, i), keys)]
-            for j in range(self.shape.heads):
-                added = load(self.added.at[j, i], self.vector)
-                moved.append((self._added_row(page, item, j, i), added))
+            for j, part in itertools.product(range(self.shape.heads), self.parts):
+                added = load(self._added(j, i, part), self.values)
+                moved.append((self._added_row(page, item, j, i, part), added))
             for target, value in moved:
                 value = jnp.where(lax.broadcast(item.is_known, value.shape), value, 0.0)
                 store(target, value.astype(self.shape.page))

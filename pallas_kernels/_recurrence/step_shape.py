@@ -16,6 +16,7 @@ STAGES = 4  # tiles that a thread block has in shared memory
 SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
 BARRIER_BYTES = 8
 LOADED = 16  # rows of a ring that are loaded at once; its length is not more
+LEAST_VALUES = 256  # of the heads of an item with a ring, if there are as many for a key
 GRANULE = 4  # rows of a ring that are copied at once
 
 
@@ -105,9 +106,10 @@ class StepShape(NamedTuple):
         rule, heads = self.rule, self.heads
         return [
             ((LOADED, rule.key_size), self.page),
-            ((heads, self.replay, rule.value_size), self.page),
+            ((heads, self.replay * rule.value_size // rule.key_size, rule.key_size), self.page),
             ((heads, 3, LOADED), jnp.float32),
             ((heads, 2, rule.value_size), jnp.float32),
+            ((2, rule.key_size), jnp.float32),
         ]
 
     @property
@@ -145,6 +147,10 @@ def step_shape(
     rows = math.gcd(rows, rule.value_size)
     heads = rule.group if conv is not None else 1
     while heads * rule.value_size // rows < STAGES and rule.group % (2 * heads) == 0:
+        heads *= 2
+    while (
+        tokens.replay and heads * rule.value_size < LEAST_VALUES and rule.group % (2 * heads) == 0
+    ):
         heads *= 2
     parts = 1
     if tokens.replay is not None and most > 1:  # of few requests, whose time counts

@@ -190,6 +190,8 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
     row = key * dtype(layer.state).itemsize
     size = -(-(layer.start + layer.state_bytes + max(512, row)) // row) * row
     computed = rng.integers(0, 3 * layer.replay, len(counts), endpoint=True)
+    if layer.replay:  # the first token of some ends a ring
+        computed[::2] += (layer.replay - 1 - computed[::2]) % layer.replay
     data = np.full((FIRST + STEP * PAGES, size), 0xFF, np.uint8)
 
     def put(extent: int, start: int, array: np.ndarray) -> None:
@@ -551,7 +553,7 @@ REPLAYS = (
 
 REPLAYS_IN_KERNELS = (
     Layer(key=128, value=128, width=4, conv="bfloat16", inputs="bfloat16", replay=8),
-    Layer(key=128, value=128, state="bfloat16", replay=16, rule="scan", scale=0.5),
+    Layer(key=128, value=64, value_heads=4, state="bfloat16", replay=16, rule="scan", scale=0.5),
 )
 
 
