@@ -118,7 +118,10 @@ def test_a_plan_is_one_screen(capsys, arguments, texts) -> None:
     assert "\nlongest request  " in out
 
 
-OF_LAYERS = {"kv_dtype", "block_size", "state_cache_mode", "speculative_tokens", "tensor_parallel"}
+OF_LAYERS = {
+    *("kv_dtype", "block_size", "tensor_parallel"),
+    *("state_cache_mode", "speculative_tokens", "replay"),
+}
 OF_STEPS = {"max_in_flight_tokens", "max_encoder_tokens"}
 
 
@@ -162,6 +165,7 @@ def planned(preset: str, options: dict[str, Any]) -> Plan:
             },
         ),
         ("whisper-large-v3", {"max_encoder_tokens": 300}),
+        ("nemotron-h-8b", {"replay": 8}),
         ("gemma-4-26b-a4b", {"grouping": "packed"}),
         ("zamba2-2.7b", {"block_size": 1024, "request_len": 32}),  # which has a warning
     ],

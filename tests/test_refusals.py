@@ -127,7 +127,7 @@ def of_planning(s: Served) -> Iterator[Call]:
     for name in (*LENGTHS, "requests_that_fit", "tokens_that_fit"):
         yield getattr(PLAN, name), {"num_tokens": 4}
     reads = {"kv_dtype": "bf16", "block_size": 16, "tensor_parallel": 1}
-    reads |= {"state_cache_mode": "none", "speculative_tokens": 0}
+    reads |= {"state_cache_mode": "none", "speculative_tokens": 0, "replay": 0}
     yield jaxkv.layers_from_config, {"config": LLAMA} | reads
     yield count_weights, {"config": LLAMA, "drafts": False}
     yield jaxkv.load_config, {"config": "llama-3.1-8b"}

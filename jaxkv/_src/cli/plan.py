@@ -32,6 +32,7 @@ COUNTS = {
     "max_in_flight_tokens": "most tokens of one request in a step (default: 8192)",
     "max_encoder_tokens": "longest encoder input (default: the model's own)",
     "speculative_tokens": "draft tokens of a request in a step",
+    "replay": "tokens of a ring beside recurrent states, such as 8, for fewer bytes of a step",
 }
 SHORT = {
     "tensor_parallel": ("--tp",),

@@ -52,6 +52,7 @@ class Question:
     max_encoder_tokens: int | None = None
     state_cache_mode: CacheMode = "none"
     speculative_tokens: int = 0
+    replay: int = 0
     grouping: Grouping = "auto"
 
     @property
@@ -105,6 +106,7 @@ class Question:
             tensor_parallel=self.tensor_parallel,
             state_cache_mode=self.state_cache_mode,
             speculative_tokens=self.speculative_tokens,
+            replay=self.replay,
         )
 
     def _encoder_tokens(self) -> int:

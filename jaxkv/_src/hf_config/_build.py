@@ -35,6 +35,7 @@ class Options:
     tensor_parallel: int = 1
     state_cache_mode: CacheMode = "none"
     speculative_tokens: int = 0
+    replay: int = 0
 
 
 def name_layers(layers: Sequence[Sequence[str]], specs: Mapping[str, LayerSpec]) -> Layers:
@@ -136,4 +137,5 @@ def state(
         dtypes=dtypes,
         cache_mode=options.state_cache_mode,
         speculative_blocks=options.speculative_tokens,
+        replay=options.replay,
     )

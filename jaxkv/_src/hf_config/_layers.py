@@ -27,6 +27,7 @@ def layers_from_config(
     tensor_parallel: int = 1,
     state_cache_mode: CacheMode = "none",
     speculative_tokens: int = 0,
+    replay: int = 0,
 ) -> dict[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]:
     """Returns the spec of every layer on one rank, by name and in the order of the model.
 
@@ -45,16 +46,17 @@ def layers_from_config(
       state_cache_mode: ``cache_mode`` of a `StateSpec`; other layers ignore it.
       speculative_tokens: draft tokens per step; for each, a recurrent state keeps a
         block; other layers ignore it.
+      replay: tokens of a ring beside recurrent states, as for `StateSpec`; other layers ignore it.
 
     Raises:
       TypeError: a configuration or a field of the wrong type.
       ValueError: an architecture or a field that is not understood, fields that contradict each
-        other, or a missing field.
+        other, or a missing field; states that cannot be replayed.
     """
     if block_size is not None:
         check_positive(block_size=block_size)
     check_positive(tensor_parallel=tensor_parallel)
-    check_count(speculative_tokens=speculative_tokens)
+    check_count(speculative_tokens=speculative_tokens, replay=replay)
     check_choice(get_args(CacheMode), state_cache_mode=state_cache_mode)
     options = Options(
         kv_dtype=kv_dtype,
@@ -62,6 +64,7 @@ def layers_from_config(
         tensor_parallel=tensor_parallel,
         state_cache_mode=state_cache_mode,
         speculative_tokens=speculative_tokens,
+        replay=replay,
     )
     return read_layers(config, options)[0]
 

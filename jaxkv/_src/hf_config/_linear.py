@@ -174,6 +174,11 @@ def delta_attention(
     outer: ConfigReader | None = None,
 ) -> StateSpec:
     """Returns the spec of Kimi delta attention from the fields of these names."""
+    if options.replay:
+        raise ValueError(
+            f"replay={options.replay}: the layers of this model have a decay for each key channel, "
+            "which are not replayed; pass replay=0"
+        )
     shapes = kda_state(
         num_heads=reader.number(heads),
         head_size=reader.number(width),
