@@ -145,11 +145,11 @@ def drafted_steps(accepted: list[int]) -> list[int]:
 
 def test_drafts_that_nobody_accepts_are_left_and_tried_again() -> None:
     steps = drafted_steps([0] * 5000)
-    assert len(steps) < 5000 * 0.015
+    assert len([step for step in steps if step < 640]) <= 10 and len(steps) < 30
     pauses = np.diff(steps)[np.diff(steps) > 1]
     assert pauses.min() > SHORTEST_PAUSE and pauses.max() <= LONGEST_PAUSE + 1
     again = drafted_steps([0] * 1000 + [2] * 1000)
-    assert sum(step >= 1000 for step in again) > 1000 - LONGEST_PAUSE - 1
+    assert sum(step >= 1000 for step in again) >= 1000 - LONGEST_PAUSE
     assert len(drafted_steps([0, 0, 3] * 300)) == 900
     assert FIRST_GAIN > _drafts.NEXT_GAIN > _drafts.LEAST_GAIN
 

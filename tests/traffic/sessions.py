@@ -87,8 +87,8 @@ class Traffic:
         self.draw, self.history, self.seen = random.Random(seed), history, seen
         self.more = random.Random(-1 - seed)
         self.has_swaps = self.more.random() < 0.5
-        draw, of_drafts = self.draw, random.Random(f"may draft {seed}")
-        drafts = of_drafts.choice([0, 0, 1, 2, 3])
+        draw, of_drafts = self.draw, random.Random(f"may have drafts {seed}")
+        drafts = of_drafts.choice([0, 1, 2, 3, 0])
         self.model = random_model(draw, drafts)
         self.interrupts = interrupts if draw.random() < 0.4 else ()
         self.details = random.Random(f"details {seed}")

@@ -15,9 +15,9 @@ from jaxkv._src.prefixes import TokenIds, as_tokens
 # The gain of drafts is the number of those accepted for each request of a step, at most 1, in the
 # mean over the latest steps. Below LEAST_GAIN they are left for a pause of some steps, which
 # doubles each time; a first try, and one after a pause, begins a little above it.
-LEAST_GAIN, FIRST_GAIN, NEXT_GAIN = 0.25, 0.5, 0.35
+LEAST_GAIN, FIRST_GAIN, NEXT_GAIN = 0.25, 0.4, 0.31
 OF_A_STEP, OF_NO_DRAFTS = 1 / 8, 1 / 32  # weights in the mean; a step that drafts nothing is cheap
-SHORTEST_PAUSE, LONGEST_PAUSE = 32, 256
+SHORTEST_PAUSE, LONGEST_PAUSE = 64, 512
 
 
 class Drafter(Protocol):

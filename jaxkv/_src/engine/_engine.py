@@ -113,7 +113,7 @@ class Engine(Unique):
             Tokens are the same as without, also sampled ones. Steps of up to 128 requests, all of
             which decode, have drafts; the host waits for each before it prepares the next. If they
             give less than a token for four requests in the mean over some steps, they are left for
-            32 steps, and up to 256 if that goes on. Requests with logits processors get none.
+            64 steps, and up to 512 if that goes on. Requests with logits processors get none.
             Drafts need ``head``, and states that can be set back (``speculative_blocks``).
           chunk_tokens: as for `Scheduler`.
           forks: samples of one prompt that may start in one step; None: up to 32.
