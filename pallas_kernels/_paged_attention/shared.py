@@ -56,8 +56,8 @@ class PackedRows(NamedTuple):
         stride, counts = row_stride(config), shared.tiles.counts
         sizes = -(-counts * stride // 8) * 8
         ends = running_sum(sizes)
-        num_rows = shared.request_tiles.shape[0] * stride + 8 * counts.shape[0] + QUERIES
-        row = jnp.arange(num_rows)
+        num_used = shared.request_tiles.shape[0] * stride + 8 * counts.shape[0]  # at most
+        row = jnp.arange(-(-num_used // 8) * 8 + QUERIES)
         tile = jnp.minimum(count_ended(ends, row), counts.shape[0] - 1)
         within = row - (ends - sizes)[tile]
         slot = jnp.minimum(within // stride, shared.tiles.size - 1)
