@@ -38,7 +38,7 @@ class Counting(Decoder):
         ids = sum(columns[:, at] << shift for at, shift in enumerate(SHIFTS))
         logits = super().head(params, hidden[:, : -len(SHIFTS)])
         following = (jnp.asarray(ids)[:, None] + 1) % self.vocab
-        return logits + 1e4 * (following == jnp.arange(self.vocab, dtype=jnp.int32)[None])
+        return jnp.where(following == jnp.arange(self.vocab, dtype=jnp.int32)[None], 1e4, logits)
 
 
 class Forced:
