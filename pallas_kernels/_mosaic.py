@@ -141,18 +141,30 @@ def widen(array: Array, dtype: DTypeLike) -> Array:
 def widen_finite(array: Array) -> Array:
     """Returns float8_e4m3fn as bfloat16, and 480 for NaN, which other conversions keep."""
     bits = lax.bitcast_convert_type(array, jnp.uint8).astype(jnp.uint16)
-    moved = ((bits & 0x7F) << 4) | (
-        (bits & 0x80) << 8
-    )  # of a bfloat16, but for the exponent's bias
-    return lax.bitcast_convert_type(moved, jnp.bfloat16) * 2.0**120
+    magnitude, sign = (bits & 0x7F) << 4, (bits & 0x80) << 8  # but for the bias of the exponent
+    return lax.bitcast_convert_type(magnitude | sign, jnp.bfloat16) * 2.0**120
 
 
-def widen_halves(array: Array, dtype: DTypeLike) -> list[Array]:
-    """Returns the lower and the upper 4 bits of bytes, less 8, in 16 bits."""
-    bits, is_half = array.astype(jnp.uint16), dtype == jnp.float16
-    one, bias = (0x6400, 1024 + 8) if is_half else (0x4300, 128 + 8)  # the exponent of a unit of 1
-    parts = [(half & 0xF) | one for half in (bits, bits >> 4)]
-    return [lax.bitcast_convert_type(part, dtype) - bias for part in parts]
+def widen_halves(array: Array) -> tuple[Array, Array]:
+    """Returns the lower 4 bits of bytes less 8, and 16 times the same of the upper ones, as f16."""
+    bits = array.astype(jnp.uint16)
+    low, high = [
+        lax.bitcast_convert_type((bits & mask) | 0x6400, jnp.float16)  # 1,024 plus the bits
+        for mask in (0xF, 0xF0)
+    ]
+    return low - (1024 + 8), high - (1024 + 16 * 8)
+
+
+def widen_halves_to_bf16(array: Array) -> tuple[Array, Array]:
+    """Returns the lower 4 bits of bytes less 8, and the same of the upper ones, as bfloat16."""
+    bits = array.astype(jnp.uint16)
+    # There is no shift of two numbers at once, but there are products.
+    high = lax.bitcast_convert_type((bits & 0xF0) | 0x6400, jnp.float16) * (1 / 16) + (1024 - 64)
+    parts = bits, lax.bitcast_convert_type(high, jnp.uint16)
+    low, high = [
+        lax.bitcast_convert_type((part & 0xF) | 0x4300, jnp.bfloat16) - (128 + 8) for part in parts
+    ]
+    return low, high
 
 
 def full_like(array: Array, value: float) -> Array:

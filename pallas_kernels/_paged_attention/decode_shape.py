@@ -52,6 +52,11 @@ class DecodeShape(NamedTuple):
         return self.page.itemsize == 1
 
     @property
+    def is_4_bit(self) -> bool:
+        """Returns whether a byte has two elements."""
+        return self.config.token_head_row is not None and self.config.token_head_row.is_4_bit
+
+    @property
     def value_compute(self) -> jnp.dtype:
         """Returns the 16-bit dtype of weights and values.
 
@@ -194,7 +199,8 @@ def page_and_compute_dtype(
     """Returns the dtype of pages and the 16-bit dtype of products; 8-bit floats need float16."""
     page = jnp.dtype(arrays.pages.dtype if row is None else row.elements)
     is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
-    return page, jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype
+    is_half = is_float8 or page == jnp.uint8  # or bytes of 4 bits
+    return page, jnp.dtype(jnp.float16) if is_half else arrays.queries.dtype
 
 
 def step_sizes(arrays: AttentionArrays, size: int, row: TokenHeadRow | None = None) -> Steps:

@@ -1,5 +1,6 @@
 """A step of decoding: 64 keys of a request, added to the softmax of its queries."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float32
 
-from pallas_kernels._mosaic import Ref, add_by_mma, full_like, widen, widen_finite, widen_halves
+from pallas_kernels._mosaic import (
+    Ref,
+    add_by_mma,
+    full_like,
+    widen,
+    widen_finite,
+    widen_halves,
+    widen_halves_to_bf16,
+)
 from pallas_kernels._paged_attention import common
 from pallas_kernels._paged_attention.common import multiply
 from pallas_kernels._paged_attention.copies import copies_of
@@ -115,35 +124,28 @@ class DecodeSteps:
         keys = self.smem.loaded.at[stage, :, pl.ds(0, width)]
         if self.shape.by_wgmma:
             return multiply(keys, self.smem.query.T)
-        parts = [keys]
-        if self.shape.widens:
-            left = plgpu.Layout.MMA_LHS(self.shape.compute)
-            parts = self._widen(plgpu.load(keys, layout=left, optimized=False), self.shape.compute)
         zeros = jnp.zeros((STEP, self.shape.rows), jnp.float32)
         products = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        for i, part in enumerate(parts):
-            query = self.smem.query.at[:, pl.ds(i * width, width)]
-            products = add_by_mma(products, part, query.T)
-        return products
+        if self.shape.widens:
+            left = plgpu.Layout.MMA_LHS(self.shape.compute)
+            loaded = plgpu.load(keys, layout=left, optimized=False)
+            if self.shape.is_4_bit:
+                keys, upper = widen_halves(loaded)
+                query = self.smem.query.at[:, pl.ds(width, width)]
+                products = add_by_mma(products, upper, query.T) * (1 / 16)
+            else:
+                keys = widen(loaded, self.shape.compute)
+        return add_by_mma(products, keys, self.smem.query.at[:, pl.ds(0, width)].T)
 
-    def _widen(self, loaded: Array, dtype: jnp.dtype) -> list[Array]:
-        """Returns stored elements in 16 bits: of 4 bits those of the first half, and the others."""
-        row = self.config.token_head_row
-        if row is not None and row.is_4_bit:
-            return widen_halves(loaded, dtype)
-        is_float = row is not None and row.packing == "fp8_per_token_head"
-        return [
-            widen_finite(loaded) if is_float and dtype == jnp.bfloat16 else widen(loaded, dtype)
-        ]
-
-    def _load_scales(self, stage: Array) -> list[Array]:
+    def _load_scales(self, stage: Array) -> tuple[Array, Array]:
         """Returns the scales of the keys and of the values of a step, float32[STEP]."""
         loaded = plgpu.load(self.smem.scales.at[stage], layout=common.FOURS, optimized=False)
         column = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 1, layout=common.FOURS)
         column -= 2 * lax.rem(self.head, HEADS)
         found = [lax.select(column == i, loaded, full_like(loaded, 0)) for i in range(2)]
         rows = plgpu.Layout.WGMMA.reduce(1)
-        return [plgpu.layout_cast(own.sum(axis=1), rows) for own in found]
+        key_scales, value_scales = [plgpu.layout_cast(own.sum(axis=1), rows) for own in found]
+        return key_scales, value_scales
 
     def _add_values(self, before: list[Array], shrink: Array, values: Ref) -> list[Array]:
         """Returns the sums of values, shrunk, plus the values of a step times their weights."""
@@ -169,12 +171,11 @@ class DecodeSteps:
     def _clean_values(self, tile: Tile, step: Array, holes: Array, values: Ref, clean: Ref) -> None:
         """Writes a step's values in 16 bits, with zeros where no query sees them.
 
-        Elements with scales are never NaN, and the weights of those that are not seen are 0.
+        With scales no element becomes NaN, and the weights of those that are not seen are 0.
         """
         if self.config.token_head_row is not None:
             width = self.config.stored_widths[1]
-            loaded = plgpu.load(values, layout=NARROW)
-            for i, part in enumerate(self._widen(loaded, self.shape.value_compute)):
+            for i, part in enumerate(self._widen_values(plgpu.load(values, layout=NARROW))):
                 clean.at[:, pl.ds(i * width, width)][...] = part
             return
         key = step * STEP
@@ -190,3 +191,10 @@ class DecodeSteps:
             def _() -> None:
                 loaded = plgpu.load(values, layout=NARROW)
                 clean[...] = widen(loaded, self.shape.compute)
+
+    def _widen_values(self, loaded: Array) -> Sequence[Array]:
+        """Returns elements that have scales in bfloat16; of bytes of two first the lower ones."""
+        if self.shape.is_4_bit:
+            return widen_halves_to_bf16(loaded)
+        is_int = self.shape.page == jnp.int8
+        return [widen(loaded, jnp.bfloat16) if is_int else widen_finite(loaded)]
