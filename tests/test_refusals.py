@@ -21,7 +21,7 @@ import pytest
 import jaxkv
 from jaxkv import layout, planning, pool, prefixes, specs
 from jaxkv._src.layout import LayerExtents, PagePlacement
-from jaxkv.attention import block_mask_indices, block_mask_sizes, physical_to_logical
+from jaxkv.attention import block_mask_indices, block_mask_sizes, hadamard, physical_to_logical
 from jaxkv.drafts import NgramDrafts
 from jaxkv.hf_config import count_weights
 from jaxkv.logits_processors import TokenAutomaton, TokenTable
@@ -245,6 +245,7 @@ def of_device(s: Served) -> Iterator[Call]:
     yield pool.describe_blocks, cache | {"block_ids": [[1], [], [], [], []]}
     lists = cache | {"layer": "full.0", "shape": s.shape, "q_block_tokens": 4, "causal": True}
     yield block_mask_sizes, lists
+    yield hadamard, {"heads": s.keys}
     asleep = {"cache": jaxkv.make_cache(PLAN, max_requests=4)}
     yield jaxkv.sleep, asleep | {"level": 1, "parts": ("kv_cache",), "chunk_bytes": 2**20}
     asleep = {"cache": jaxkv.sleep(jaxkv.make_cache(PLAN, max_requests=4))}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jaxkv
+from jaxkv.attention import hadamard
 from pallas_kernels import TokenHeadRow
 from tests.engine_models import SPECS, VOCAB, forward, make_params
 from tests.reference_token_heads import BY_HEADS, pack_by_heads, unpack_by_heads
@@ -124,6 +125,20 @@ def test_tokens_and_their_scales_stay_together_wherever_blocks_go() -> None:
     offloaded = engine.manager.offload_stats()
     assert offloaded is not None and offloaded.stored_blocks and offloaded.loaded_blocks
     assert engine.stats.preemptions and engine.stats.cached_tokens
+
+
+@pytest.mark.parametrize("width", [1, 2, 64])
+def test_a_rotation_keeps_products_and_undoes_itself(width: int) -> None:
+    queries, keys = np.random.default_rng(0).normal(size=(2, 5, width)).astype(np.float32)
+    rotated = [np.asarray(hadamard(jnp.asarray(array)), float) for array in (queries, keys)]
+    np.testing.assert_allclose((rotated[0] * rotated[1]).sum(1), (queries * keys).sum(1), atol=1e-4)
+    np.testing.assert_allclose(hadamard(hadamard(jnp.asarray(keys))), keys, atol=1e-5)
+    large = hadamard(jnp.zeros(width, jnp.bfloat16).at[width - 1].set(8))
+    assert large.dtype == jnp.bfloat16 and abs(large).max() == 8 / width**0.5
+    with pytest.raises(ValueError, match="the last axis must be a power of two"):
+        hadamard(jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match="heads has dtype int32; wants floats"):
+        hadamard(jnp.ones((2, 4), jnp.int32))
 
 
 def test_a_dtype_of_rows_is_no_dtype_of_numbers() -> None:

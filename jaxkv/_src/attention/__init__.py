@@ -8,6 +8,7 @@ from jaxkv._src.attention._block_mask import (
     block_mask_sizes,
     physical_to_logical,
 )
+from jaxkv._src.attention._hadamard import hadamard
 from jaxkv._src.attention._top_tokens import top_tokens
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "attend",
     "block_mask_indices",
     "block_mask_sizes",
+    "hadamard",
     "physical_to_logical",
     "top_tokens",
 ]

@@ -55,7 +55,7 @@ def layer_specs(
     block_sizes: Sequence[int] = (4, 2, 1),
     kv_heads: Sequence[int] = (2, 1),
     windows: Sequence[int] = (1, 3, 6, 13),
-    kv_dtypes: Sequence[str] = ("bf16", "fp8_e4m3", "fp8_e5m2"),
+    kv_dtypes: Sequence[str] = ("bf16", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head"),
 ) -> st.SearchStrategy[LayerSpec]:
     """Specs of one layer: a head or two of four elements, or as small a thing of another kind.
 
