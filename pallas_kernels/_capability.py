@@ -85,7 +85,7 @@ KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
     "write_rows": {"plain": ALL},
     "convolution": {"plain": ALL},
     "recurrent_step": {"cp.async": AMPERE, "TMA": SINCE_HOPPER},
-    "recurrent_replay": {"cp.async": AMPERE, "TMA": SINCE_HOPPER},
+    "recurrent_replay": {"TMA": SINCE_HOPPER},
     "recurrent_prompt": {"wgmma, TMA": HOPPER},
     "decode": {
         "mma, cp.async": AMPERE,

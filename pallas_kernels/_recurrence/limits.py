@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _capability
 from pallas_kernels._recurrence.rule import Convolution, Replay, Requests, Rule, Tokens
-from pallas_kernels._recurrence.step_shape import GRANULE, LOADED, step_shape
+from pallas_kernels._recurrence.step_shape import LOADED, step_shape
 
 MAX_STEP_TOKENS = 8  # of a request, for the kernels of a step
 MAX_WIDTH = 256  # of keys and of values
@@ -59,16 +59,13 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
 
 def _why_not_replay(rule: Rule, replay: Replay) -> str | None:
     """Returns why the kernel does not support rings, or None if it does."""
-    if rule.key_size != 128 or rule.value_size not in (64, 128, 256):
+    if rule.key_size != 128 or rule.value_size not in (64, 128):
         return (
             f"keys are {rule.key_size} wide and values {rule.value_size}, and with replay the "
-            "kernel takes keys of 128, and values of 64, 128 or 256"
+            "kernel takes keys of 128, and values of 64 or 128"
         )
-    if replay.length % GRANULE or replay.length > LOADED:
-        return (
-            f"replay has {replay.length} tokens, and the kernel takes multiples of {GRANULE} up to "
-            f"{LOADED}"
-        )
+    if replay.length not in (LOADED // 2, LOADED):
+        return f"replay has {replay.length} tokens, and the kernel takes {LOADED // 2} or {LOADED}"
     if any(part.start % (rule.key_size * part.itemsize) for part in replay):
         return "rings do not begin at multiples of a key's bytes"
     return None

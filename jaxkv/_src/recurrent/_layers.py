@@ -61,8 +61,9 @@ def gated_delta(
     too. With ``speculative_blocks``, so is the state after each token of a step that may verify
     drafts, and the next step resumes after the tokens that `BlockManager.rewind` has left. With
     ``replay``, a step writes what its token adds to the state into a ring, and the state itself
-    every L-th time; a decay for each key channel is refused then. Kernels take keys and values of
-    128 channels, and rings of 4, 8, 12 or 16 tokens; XLA computes others.
+    every L-th time; a decay for each key channel is refused then. The kernel of Hopper and later
+    takes keys of 128 channels, values of 64 or 128, and rings of 8 or 16 tokens; XLA computes
+    others, and takes longer than without ``replay``.
 
     Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, and each
     rank computes its own; queries and keys of fewer heads than ranks are repeated. XLA moves the

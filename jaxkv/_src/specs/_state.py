@@ -51,7 +51,8 @@ class StateSpec(LayerSpec):
       one counts as a part of a prompt, whose newest state alone is kept.
     replay: tokens of a ring, L; 0: none. Instead of the state after each token, a page has a
       checkpoint, the state after the last multiple of L tokens, and a ring of what later tokens
-      have added to it: a decode reads both, and writes an L-th of the states. The layer has one
+      have added to it: a decode reads both, and writes an L-th of the states. That is faster for
+      states in float32 of many requests, and not for ones of 16 bits. The layer has one
       decay for each head, and no ``speculative_blocks``; read and write its states by
       `jaxkv.gated_delta`, `jaxkv.mamba2` or `jaxkv.linear_attention` alone.
     """
