@@ -19,7 +19,9 @@ EVERYWHERE = {
     *("paged_attention_decode", "paged_attention_combine", "recurrent_step"),
 }
 STARTED = {
-    capability: set(KERNELS) if capability == "9.0" else EVERYWHERE for capability in TARGETS
+    **{capability: EVERYWHERE | {"recurrent_replay"} for capability in TARGETS},
+    **dict.fromkeys(("8.0", "8.6", "8.9"), EVERYWHERE),
+    "9.0": set(KERNELS),
 }
 # Bytes, at most: kernels of a Hopper alone, and tiles of 64 rows of the one for decodes.
 MAY_SPILL = {
