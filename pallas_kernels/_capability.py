@@ -92,9 +92,17 @@ KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
         "mma or wgmma, TMA": HOPPER,
         "mma, TMA": BLACKWELL,
     },
-    "prefill": {"wgmma, TMA": HOPPER},
+    "prefill": {
+        "mma, cp.async": AMPERE,
+        "wgmma, TMA": HOPPER,
+        "mma, TMA": BLACKWELL,
+    },
     "combine": {"plain": AMPERE, "TMA": SINCE_HOPPER},
-    "latents": {"wgmma, TMA": HOPPER},
+    "latents": {
+        "mma, cp.async": AMPERE,
+        "wgmma, TMA": HOPPER,
+        "mma, TMA": BLACKWELL,
+    },
     "latent_rows": {"wgmma, cp.async": HOPPER},
     "combine_latents": {"plain": ALL},
 }

@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import core, utils
+from jax.experimental.mosaic.gpu import FragmentedArray, core, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxlib.mlir import ir
 
 from pallas_kernels import _capability
 from pallas_kernels._tiling import Tiling
@@ -118,6 +120,45 @@ def add_by_mma(sums: Array, left: Array | Ref, right: Array | Ref) -> Array:
         for ref, layout in zip((left, right), layouts, strict=True)
     ]
     return plgpu.mma(plgpu.layout_cast(sums, plgpu.Layout.MMA_ACC(left.dtype)), *operands)
+
+
+def as_left(sums: Array) -> Array:
+    """Returns 16-bit sums of mma, [64 n, m], as the left operand of another one.
+
+    Their numbers lie in the same registers, but Mosaic does not know it.
+    """
+    if not OPERANDS_IN_REGISTERS:
+        return sums
+    layout: Any = plgpu.Layout.MMA_LHS(sums.dtype)
+    result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
+    def convert(_: Any, given: Any) -> Any:
+        # Through integers: the new layout would be dropped if the registers were the same values.
+        word = ir.IntegerType.get_signless(32)
+        registers = np.empty(layout.to_mgpu().registers_shape(sums.shape), object)
+        for i, register in enumerate(given.registers.flat):
+            bits = utils.bitcast(register, word)
+            registers.flat[i] = utils.bitcast(bits, register.type)
+        return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return convert(sums)
+
+
+def sync_warps() -> None:
+    """Waits for all warps of a warpgroup, in a kernel without Mosaic's own barriers.
+
+    For copies that follow reads; those that follow stores need `plgpu.commit_smem` from compute
+    capability 9.0 on, which takes longer.
+    """
+    if not OPERANDS_IN_REGISTERS:
+        return plgpu.commit_smem()
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        utils.warpgroup_barrier()
+
+    wait()
 
 
 def widen(array: Array, dtype: DTypeLike) -> Array:

@@ -151,6 +151,8 @@ def attention() -> Iterator[tuple[str, Any, Any]]:
             queries, pages = struct((4, heads, width), BF16), (99, page, kv_heads, 2 * width)
             given = queries, struct(pages, dtype), TABLES, IDS
             yield f"decode of {heads}/{kv_heads} x {width}, {dtype.__name__}", attend, given
+            given = struct((256, heads, width), BF16), *given[1:], STARTS
+            yield f"prompts of {heads}/{kv_heads} x {width}, {dtype.__name__}", attend, given
     for packing in BY_HEADS:
         for heads, kv_heads, width, page in DECODES:
             if width % 64 == 0:

@@ -11,8 +11,11 @@ from pallas_kernels._arguments import check_choice
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import choose
 from pallas_kernels._paged_attention.arguments import check_arguments
-from pallas_kernels._paged_attention.decode_shape import list_kernels
-from pallas_kernels._paged_attention.limits import why_not_paged_attention
+from pallas_kernels._paged_attention.limits import (
+    by_latents_kernel,
+    list_kernels,
+    why_not_paged_attention,
+)
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.requests import RequestPages
 from pallas_kernels._paged_attention.rule import AttentionRule, Config
@@ -117,7 +120,7 @@ def _see_nothing(arrays: AttentionArrays, config: Config) -> tuple[Output, LogSu
 
 
 def _attend_mosaic(arrays: AttentionArrays, config: Config) -> tuple[Output, LogSumExp]:
-    if config.values_in_keys:
+    if by_latents_kernel(config):
         from pallas_kernels._paged_attention.mla import attend_latents as attend
     else:
         from pallas_kernels._paged_attention.mosaic import attend_mosaic as attend

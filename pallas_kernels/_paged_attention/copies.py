@@ -1,4 +1,4 @@
-"""Copies to the shared memory of a thread block that decodes: by TMA, or by cp.async."""
+"""Copies to the shared memory of a thread block: by TMA, or by cp.async."""
 
 from typing import Protocol
 
@@ -66,8 +66,8 @@ class _CpAsync:
     Mosaic adds barriers of all warps to waits, and around stores and copies.
     """
 
-    def __init__(self, shape: DecodeShape) -> None:
-        self.ahead = (shape.stages - 1) * shape.steps.granules
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
 
     def barrier(self, count: int, copies: int) -> Scratch:
         return None
@@ -99,5 +99,10 @@ class _CpAsync:
 
 
 def copies_of(shape: DecodeShape) -> Copies:
-    """Returns how a kernel copies."""
-    return _Tma() if shape.by_tma else _CpAsync(shape)
+    """Returns how a kernel that decodes copies."""
+    return copies_ahead((shape.stages - 1) * shape.steps.granules, shape.by_tma)
+
+
+def copies_ahead(ahead: int, by_tma: bool) -> Copies:
+    """Returns how a kernel copies, given the copies that are started after those of a step."""
+    return _Tma() if by_tma else _CpAsync(ahead)

@@ -25,6 +25,7 @@ SCALES = 4  # float32 of a key and a value of 2 heads, which a copy of 16 bytes 
 MAX_MMA_ROWS = 16
 PREFILL_ROWS = 64  # queries of a warpgroup in the kernel for many; fewer tokens do not take it
 MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile
+MAX_SUMS = 64 * 256  # rows times the width of values, limited by registers
 
 
 class DecodeShape(NamedTuple):
@@ -82,20 +83,12 @@ class DecodeShape(NamedTuple):
 
     @property
     def swizzle(self) -> int:
-        """Returns the bytes of a row in a tile of loaded pages; 0 if there is no tiling of them.
-
-        The warps that copy a granule by cp.async need tiles for all of them.
-        """
-        row, rows = self.config.token_head_row, self.steps.granule // TILE_ROWS
-        widest = math.gcd(128, *[width * self.page.itemsize for width in self.config.stored_widths])
+        """Returns the bytes of a row in a tile of loaded pages; 0 if there is no tiling of them."""
+        row = self.config.token_head_row
+        align = math.gcd(*[width * self.page.itemsize for width in self.config.stored_widths])
         if row is not None:
-            widest = math.gcd(widest, row.row_bytes)
-        if self.by_tma:
-            return widest
-        for swizzle in [width for width in SWIZZLES if width <= widest]:
-            if rows % WARPS == 0 or self.row_bytes // swizzle % (WARPS // math.gcd(rows, 2)) == 0:
-                return swizzle
-        return 0
+            align = math.gcd(align, row.row_bytes)
+        return swizzle_of(self.row_bytes, align, self.steps.granule, self.by_tma)
 
     @property
     def stages(self) -> int:
@@ -134,6 +127,24 @@ class DecodeShape(NamedTuple):
         return aligned + BARRIER_BYTES
 
 
+def swizzle_of(row_bytes: int, align: int, granule: int, by_tma: bool) -> int:
+    """Returns the bytes of a row in a tile of loaded rows; 0 if there is no tiling of them.
+
+    The warps that copy a granule by cp.async need tiles for all of them.
+
+    Args:
+      align: bytes; slices of columns begin at multiples of it.
+      granule: rows that are copied at once.
+    """
+    widest, rows = math.gcd(128, align), granule // TILE_ROWS
+    if by_tma:
+        return widest
+    for swizzle in [width for width in SWIZZLES if width <= widest]:
+        if rows % WARPS == 0 or row_bytes // swizzle % (WARPS // math.gcd(rows, 2)) == 0:
+            return swizzle
+    return 0
+
+
 def decode_shape(
     arrays: AttentionArrays, config: Config, rows: int, finishes: bool = False
 ) -> DecodeShape:
@@ -145,7 +156,7 @@ def decode_shape(
     by_tma = instructions != "mma, cp.async"
     by_wgmma = instructions == "mma or wgmma, TMA" and page.itemsize > 1 and rows > MAX_MMA_ROWS
     by_wgmma &= not config.reproducible  # bits must not depend on the queries of a request
-    return DecodeShape(
+    shape = DecodeShape(
         config,
         step_sizes(arrays, STEP, config.token_head_row),
         rows,
@@ -155,14 +166,32 @@ def decode_shape(
         by_wgmma=by_wgmma,
         finishes=finishes and by_tma and page.itemsize > 1,
     )
+    # Where shared memory is short, another kernel finishes.
+    return shape if shape.stages else shape._replace(finishes=False)
 
 
 def max_queries(arrays: AttentionArrays, config: Config) -> int:
     """Returns the most queries of a tile: what registers and shared memory hold."""
     rows = MAX_ROWS
+    rows = min(rows, MAX_SUMS // config.value_width)
     while rows > config.group and not decode_shape(arrays, config, rows).stages:
         rows //= 2
     return max(1, rows // config.group)
+
+
+def share_latents(arrays: AttentionArrays, config: Config) -> tuple[AttentionArrays, Config]:
+    """Returns a call whose heads attend to latent vectors in groups, as if to KV heads of theirs.
+
+    The largest ones of which two steps fit into shared memory, or else one.
+    """
+    most = min(MAX_ROWS, MAX_SUMS // config.value_width)
+    groups = [n for n in range(most, 0, -1) if config.group % n == 0]
+    stages = {n: decode_shape(arrays, config.replace(group=n), n).stages for n in groups}
+    group = next((n for n in groups if stages[n] == max(stages.values())), 1)
+    kv_heads = config.group // group
+    scales = [jnp.repeat(scale, kv_heads) for scale in (arrays.key_scale, arrays.value_scale)]
+    arrays = arrays._replace(key_scale=scales[0], value_scale=scales[1])
+    return arrays, config.replace(kv_heads=kv_heads, group=group)
 
 
 def decode_size(arrays: AttentionArrays, config: Config) -> int:
@@ -181,18 +210,6 @@ def may_have_many(arrays: AttentionArrays, config: Config, size: int) -> bool:
     return may_have and arrays.queries.shape[0] >= PREFILL_ROWS
 
 
-def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Kernel]:
-    """Returns the kernels that a call launches on the default device."""
-    if config.values_in_keys:
-        return ["latent_rows" if config.page_tokens == 1 else "latents", "combine_latents"]
-    has_many = may_have_many(arrays, config, decode_size(arrays, config))
-    has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
-    by_decode = config.token_head_row is not None or _capability.instructions_of("prefill") is None
-    if not has_prefill or by_decode:
-        return ["decode", "combine"]  # prompts too, if need be
-    return ["decode", "combine", "prefill"]
-
-
 def page_and_compute_dtype(
     arrays: AttentionArrays, row: TokenHeadRow | None = None
 ) -> tuple[jnp.dtype, jnp.dtype]:
@@ -205,12 +222,14 @@ def page_and_compute_dtype(
 
 def step_sizes(arrays: AttentionArrays, size: int, row: TokenHeadRow | None = None) -> Steps:
     pages, width = arrays.pages, arrays.pages.width if row is None else row.head_bytes
+    is_latent = row is None and pages.kv_heads == 1
     return Steps(
         size,
         page_tokens=pages.tokens,
         num_pages=pages.num_pages,
         width=arrays.block_tables.shape[1],
         page_rows=pages.page_rows,
-        head_rows=pages.head_rows,
-        head_columns=0 if pages.heads_first else width,
+        # Latent vectors are those of all heads.
+        head_rows=0 if is_latent else pages.head_rows,
+        head_columns=0 if pages.heads_first or is_latent else width,
     )

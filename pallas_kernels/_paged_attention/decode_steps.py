@@ -1,5 +1,6 @@
 """A step of decoding: 64 keys of a request, added to the softmax of its queries."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,11 +24,13 @@ from pallas_kernels._paged_attention.common import multiply
 from pallas_kernels._paged_attention.copies import copies_of
 from pallas_kernels._paged_attention.decode_block import COLUMNS, DecodeOperands, DecodeScratch
 from pallas_kernels._paged_attention.decode_shape import SCALES, DecodeShape
+from pallas_kernels._paged_attention.rule import MAX_PART, PART
 from pallas_kernels._paged_attention.tasks import STEP, Tile
 from pallas_kernels._paged_attention.token_heads import SCALE_BYTES
 
 NARROW = plgpu.Layout.WGMMA_8BIT
 HEADS = SCALES // 2  # whose scales are copied together
+MAX_LOADED = 256 * 8  # elements of queries that are loaded at once: registers are short
 
 
 class RunningSoftmax(NamedTuple):
@@ -95,7 +98,7 @@ class DecodeSteps:
         """Adds the 64 keys in a stage to a running softmax."""
         shape, (tile, step, stage, holes, is_last) = (STEP, self.shape.rows), here
         self.copies.wait(self.smem.loaded_full, stage, is_last)
-        values = self.smem.loaded.at[stage, :, pl.ds(*self.config.stored_widths)]
+        values = self.smem.loaded.at[stage, :, pl.ds(*self.config.stored_value)]
         clean = values if self.smem.widened is None else self.smem.widened
         products, value_scales = self._multiply_keys(stage), None
         if self.config.token_head_row is not None:
@@ -126,16 +129,24 @@ class DecodeSteps:
             return multiply(keys, self.smem.query.T)
         zeros = jnp.zeros((STEP, self.shape.rows), jnp.float32)
         products = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        if self.shape.widens:
-            left = plgpu.Layout.MMA_LHS(self.shape.compute)
-            loaded = plgpu.load(keys, layout=left, optimized=False)
-            if self.shape.is_4_bit:
-                keys, upper = widen_halves(loaded)
-                query = self.smem.query.at[:, pl.ds(width, width)]
-                products = add_by_mma(products, upper, query.T) * (1 / 16)
-            else:
-                keys = widen(loaded, self.shape.compute)
-        return add_by_mma(products, keys, self.smem.query.at[:, pl.ds(0, width)].T)
+        left = plgpu.Layout.MMA_LHS(self.shape.compute)
+        if self.shape.is_4_bit:
+            lower, upper = widen_halves(plgpu.load(keys, layout=left, optimized=False))
+            query = self.smem.query.at[:, pl.ds(width, width)]
+            products = add_by_mma(products, upper, query.T) * (1 / 16)
+            return add_by_mma(products, lower, self.smem.query.at[:, pl.ds(0, width)].T)
+        together = width
+        if width * self.shape.rows > MAX_LOADED:
+            tile = self.shape.swizzle // self.shape.page.itemsize
+            together = max(math.gcd(width, 64), tile)
+        for first in range(0, width, together):
+            columns = pl.ds(first, together)
+            part = keys.at[:, columns]
+            if self.shape.widens:
+                loaded = plgpu.load(part, layout=left, optimized=False)
+                part = widen(loaded, self.shape.compute)
+            products = add_by_mma(products, part, self.smem.query.at[:, columns].T)
+        return products
 
     def _load_scales(self, stage: Array) -> tuple[Array, Array]:
         """Returns the scales of the keys and of the values of a step, float32[STEP]."""
@@ -183,7 +194,11 @@ class DecodeSteps:
 
         @pl.when(partial)
         def _() -> None:
-            common.zero_unseen(values, clean, self.steps, holes, key, (tile.begin, tile.end))
+            width = PART if self.config.value_width > MAX_PART else self.config.value_width
+            for first in range(0, self.config.value_width, width):  # registers are short
+                source, target = [ref.at[:, pl.ds(first, width)] for ref in (values, clean)]
+                seen = tile.begin, tile.end
+                common.zero_unseen(source, target, self.steps, holes, key, seen)
 
         if self.smem.widened is not None:
 

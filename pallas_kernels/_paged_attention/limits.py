@@ -1,8 +1,16 @@
-"""Limits of the Mosaic GPU kernels of `paged_attention`. Does not import Mosaic."""
+"""The Mosaic GPU kernels of `paged_attention` and their limits. Does not import Mosaic."""
 
 import jax.numpy as jnp
 
-from pallas_kernels._paged_attention.decode_shape import decode_shape, page_and_compute_dtype
+from pallas_kernels import _capability
+from pallas_kernels._paged_attention.decode_shape import (
+    decode_shape,
+    decode_size,
+    may_have_many,
+    page_and_compute_dtype,
+    share_latents,
+)
+from pallas_kernels._paged_attention.prefill_mma_shape import MmaShape
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.steps import GRANULE
 from pallas_kernels._paged_attention.tiles import AttentionArrays
@@ -13,6 +21,28 @@ MAX_GROUP = 64  # rows of the queries of one token
 # Of latent vectors, whose value is a part of the key: what fits into shared memory.
 MAX_LATENT_KEY, MAX_LATENT_VALUE, MAX_LATENT_GROUP = 576, 512, 128
 INT32_MAX = 2**31 - 1
+
+
+def by_latents_kernel(config: Config) -> bool:
+    """Returns whether latent vectors take a kernel of their own, and not that of decodes."""
+    by_wgmma = _capability.instructions_of("latents") == "wgmma, TMA"
+    return config.values_in_keys and (by_wgmma or config.page_tokens == 1)
+
+
+def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Kernel]:
+    """Returns the kernels that a call launches on the default device."""
+    if by_latents_kernel(config):
+        return ["latent_rows" if config.page_tokens == 1 else "latents", "combine_latents"]
+    if config.values_in_keys:
+        return ["latents", "decode", "combine"]
+    has_many = may_have_many(arrays, config, decode_size(arrays, config))
+    has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
+    if config.token_head_row is not None:
+        has_prefill = False
+    by_wgmma = _capability.instructions_of("prefill") == "wgmma, TMA"
+    if not has_prefill or not (by_wgmma or MmaShape.choose(arrays, config)):
+        return ["decode", "combine"]  # prompts too, if need be
+    return ["decode", "combine", "prefill"]
 
 
 def why_not_paged_attention(arrays: AttentionArrays, config: Config) -> str | None:
@@ -60,8 +90,12 @@ def _why_not_shape(config: Config, page_bytes: int) -> str | None:
 
 def _why_not_decode(arrays: AttentionArrays, config: Config) -> str | None:
     """Returns why the decode kernel has no room for a tile of one query, or cannot load pages."""
-    if config.values_in_keys:
+    if config.values_in_keys and by_latents_kernel(config):
         return None
+    if config.latent_row is not None:
+        return "packed vectors need the kernel of latent vectors for compute capability 9.x"
+    if config.values_in_keys:
+        arrays, config = share_latents(arrays, config)
     shape = decode_shape(arrays, config, config.group)
     if config.token_head_row is not None and not shape.by_tma:
         return "pages have a scale for each token and head, which cp.async does not copy"

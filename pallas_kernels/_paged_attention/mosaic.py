@@ -1,11 +1,15 @@
 """The Mosaic GPU implementation of `paged_attention`: its kernels and their operands."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import Ref, written
+from pallas_kernels._paged_attention import prefill, prefill_mma
 from pallas_kernels._paged_attention.combine import combine
 from pallas_kernels._paged_attention.common import LOG2E, PartialSoftmax
 from pallas_kernels._paged_attention.decode import decode
@@ -14,13 +18,17 @@ from pallas_kernels._paged_attention.decode_shape import (
     DecodeShape,
     decode_shape,
     decode_size,
-    list_kernels,
     max_queries,
     may_have_many,
     page_and_compute_dtype,
+    share_latents,
     step_sizes,
 )
-from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
+from pallas_kernels._paged_attention.limits import list_kernels
+from pallas_kernels._paged_attention.pages import StridedPages
+from pallas_kernels._paged_attention.prefill import PrefillShape
+from pallas_kernels._paged_attention.prefill_block import PrefillArrays, launch
+from pallas_kernels._paged_attention.prefill_mma_shape import MmaShape
 from pallas_kernels._paged_attention.prefill_tasks import (
     QUERIES,
     ROWS,
@@ -57,6 +65,8 @@ def attend_mosaic(arrays: AttentionArrays, config: Config) -> tuple[Array, Array
 
     One kernel attends from requests with few queries, another from requests with many.
     """
+    if config.values_in_keys:
+        arrays, config = share_latents(arrays, config)
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, config.value_width), config.out_dtype))
     size, has_prefill = decode_size(arrays, config), "prefill" in list_kernels(arrays, config)
@@ -87,10 +97,11 @@ def _prefill(arrays: AttentionArrays, config: Config, tiles: QueryTiles, out: Re
     shape, num_tiles = _prefill_shape(arrays, config), tiles.requests.shape[0]
     queries = jnp.pad(arrays.queries, ((0, -arrays.queries.shape[0] % 8), (0, 0), (0, 0)))
     queries = queries.astype(shape.compute)
-    tile_splits = split_tiles(arrays, config, tiles, shape.keys)
-    task_map = prefill_tiles(arrays, config, tiles, shape.keys, tile_splits)
-    lse, *splits = prefill(
-        *(shape, _prefill_arrays(arrays, config, task_map), queries, arrays.pages),
+    tile_splits = split_tiles(arrays, config, tiles, shape.steps.size)
+    task_map = prefill_tiles(arrays, config, tiles, shape.steps.size, tile_splits)
+    inputs = _prefill_arrays(arrays, config, task_map)
+    lse, *splits = _launch(
+        *(shape, inputs, queries, arrays.pages),
         num_tiles=num_tiles,
         num_splits=2 * tile_splits.workers if tile_splits else 0,
         out=out,
@@ -141,8 +152,26 @@ def _decode_all(arrays: AttentionArrays, config: Config, size: int, out: Ref) ->
     return jnp.where(few.token_tiles[:, None] < 0, lse[1], lse[0])
 
 
-def _prefill_shape(arrays: AttentionArrays, config: Config) -> PrefillShape:
+def _launch(
+    shape: PrefillShape | MmaShape,
+    inputs: PrefillArrays[Array],
+    queries: Array,
+    pages: StridedPages,
+    **options: Any,
+) -> Sequence[Array]:
+    """Runs the kernel for many queries; see `launch`."""
+    if isinstance(shape, MmaShape):  # cp.async takes slices of matrices
+        how, queries = prefill_mma.launch_of(shape), queries.reshape(queries.shape[0], -1)
+    else:
+        how = prefill.launch_of(shape)
+    return launch(how, shape.config, inputs, queries, pages.rows(), **options)
+
+
+def _prefill_shape(arrays: AttentionArrays, config: Config) -> PrefillShape | MmaShape:
     """Returns the shape of the kernel for many queries, with large steps if they fit."""
+    by_mma = MmaShape.choose(arrays, config)
+    if by_mma is not None and _capability.instructions_of("prefill") != "wgmma, TMA":
+        return by_mma
     large, small = [
         PrefillShape(config, step_sizes(arrays, keys), *page_and_compute_dtype(arrays))
         for keys in (128, 64)
@@ -183,12 +212,12 @@ def _attend_shared(
     shape = _prefill_shape(arrays, rows_config)
     workers = max(1, _capability.max_thread_blocks(1) // config.kv_heads)
     rows = PackedRows.from_tiles(config, parts)
-    given = parts.tiles, rows.first_rows, shape.keys, workers
+    given = parts.tiles, rows.first_rows, shape.steps.size, workers
     tiles, spans = split_shared(arrays, config, *given)
     queries = rows.take(arrays.queries, config).astype(shape.compute)
     inputs = _prefill_arrays(arrays._replace(sinks=None), rows_config, tiles)
     num_splits = tiles.shape[0]
-    splits = prefill(shape, inputs, queries, arrays.pages, num_splits=num_splits)
+    splits = _launch(shape, inputs, queries, arrays.pages, num_splits=num_splits)
     splits = PartialSoftmax(*splits)
     common = SharedSplits.from_tiles(config, parts, spans, splits)
     tiles = own_tiles(arrays, config, parts)

@@ -11,38 +11,35 @@ long tiles, and of tiles that requests share, whose rows are queries of several 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, override
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Float32
 
-from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import Ref, Scratch, call_unfused, full_like, store, tiled
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import Ref, Scratch, store, tiled
 from pallas_kernels._paged_attention import common
-from pallas_kernels._paged_attention.common import (
-    LOG2E,
-    PartialSoftmax,
-    Steps,
-    add_product,
-    multiply,
+from pallas_kernels._paged_attention.common import Steps, add_product, multiply
+from pallas_kernels._paged_attention.prefill_block import (
+    HALVES,
+    PER_ROW,
+    UNSEEN,
+    Item,
+    Launch,
+    PrefillBlock,
+    PrefillOperands,
+    Rows,
 )
-from pallas_kernels._paged_attention.decode_block import Outputs
-from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, PrefillTile
+from pallas_kernels._paged_attention.prefill_tasks import ROWS, PrefillTile
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.steps import GRANULE
-from pallas_kernels._paged_attention.tasks import load_field, load_row
+from pallas_kernels._paged_attention.tasks import load_field
 
-WARPGROUPS = QUERIES // ROWS  # that compute
 STAGES = 2  # steps that are prefetched
-SPARE_ROWS = 8  # of splits, undefined: 8 rows are read from the first row of any request on
 SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, without barriers
-UNSEEN = -1e30  # a score below all others; -inf would need checks in every step
-PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class PrefillShape(NamedTuple):
@@ -83,7 +80,7 @@ class PrefillShape(NamedTuple):
     @property
     def staged_width(self) -> int:
         """Returns the columns of the output that are written at once; 0 if nothing fits."""
-        config, rows, item = self.config, WARPGROUPS * ROWS, self.compute.itemsize
+        config, rows, item = self.config, HALVES * ROWS, self.compute.itemsize
         elements = STAGES * config.key_width + self.value_stages * config.value_width
         used = (rows * config.key_width + self.keys * elements) * item
         if self.widens:
@@ -98,88 +95,13 @@ class PrefillShape(NamedTuple):
         )
 
 
-class PrefillArrays[T](NamedTuple):
-    """Arrays of a call, or references to them; few, because each takes a launch to fill.
-
-    tiles: int32[N, ...], a `PrefillTile` per row.
-    block_tables: int32[B, W].
-    numbers: float32[heads, 3]: the factors of the scores and of the values, and the logit of the
-      sink in base 2, -inf for none.
-    """
-
-    tiles: T
-    block_tables: T
-    numbers: T
-
-
-def prefill(
-    shape: PrefillShape,
-    arrays: PrefillArrays[Array],
-    queries: Array,
-    pages: StridedPages,
-    *,
-    num_tiles: int = 0,
-    num_splits: int = 0,
-    out: Ref | None = None,
-) -> Sequence[Array]:
-    """Attends from tiles of queries: writes their output, or returns them as splits.
-
-    Args:
-      queries: [T with padding, heads, K], a multiple of 8 tokens, and at least `ROWS`.
-      num_tiles: tiles whose output is written; tiles from this index on are splits.
-      num_splits: the most splits that there can be.
-      out: the output, [T, heads, V], if there are any tiles that are no splits.
-
-    Returns:
-      If there are tiles, their log-sum-exp, float32[num_tiles, heads, 2, 64], undefined for rows
-      without a query. If there are splits, the fields of a `PartialSoftmax`, as `decode` returns
-      it, with `SPARE_ROWS`.
-    """
-    heads, results = queries.shape[1], list[tuple[int, ...]]()
-    if num_tiles:
-        results.append((num_tiles, heads, WARPGROUPS, ROWS))
-    if num_splits:
-        rows, width = QUERIES + SPARE_ROWS, sum(width for _, width in shape.config.value_parts)
-        results += [(num_splits, heads, width, rows), *[(num_splits, heads, rows)] * 2]
-    call = plgpu.kernel(
-        lambda *refs: _Prefiller(shape, _Operands.from_refs(*refs[:-1]), refs[-1]).run(),
-        out_type=[jax.ShapeDtypeStruct(result, jnp.float32) for result in results],
-        grid=(min(heads * arrays.tiles.shape[0], _capability.max_thread_blocks(1)),),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        kernel_name="paged_attention_prefill",
-        scratch_types=[_Scratch.from_shape(shape)],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,  # threads read only what they wrote or waited for
-            reduction_scratch_bytes=0,  # maxima and sums of rows stay within warps
-        ),
+def launch_of(shape: PrefillShape) -> Launch:
+    """Returns how the kernel is launched."""
+    return Launch(
+        lambda operands, scratch: _Prefiller(shape, operands, scratch).run(),
+        _Scratch.from_shape(shape),
+        warpgroups=HALVES + 1,
     )
-    return call_unfused(call, [*arrays, queries, pages.rows()], [] if out is None else [out])
-
-
-class _Operands(NamedTuple):
-    """References to the arrays of a call, to the output and its log-sum-exp, and to splits.
-
-    Either of the latter may be None.
-    """
-
-    arrays: PrefillArrays[Ref]
-    queries: Ref
-    pages: Ref
-    outputs: Outputs | None
-    splits: PartialSoftmax[Ref] | None
-
-    @classmethod
-    def from_refs(cls, *refs: Ref) -> Self:
-        tiles, tables, numbers, queries, pages, *results = refs
-        outputs = splits = None
-        if len(results) != len(PartialSoftmax._fields):
-            outputs, results = Outputs(*results[:2]), results[2:]
-        if results:
-            splits = PartialSoftmax(*results)
-        return cls(PrefillArrays(tiles, tables, numbers), queries, pages, outputs, splits)
 
 
 class _Scratch[T](NamedTuple):
@@ -220,20 +142,20 @@ class _Scratch[T](NamedTuple):
             narrow_values = tiled((shape.keys, config.value_width), shape.page, align)
             narrow_full = plgpu.Barrier(num_arrivals=copies)
         if not _mosaic.OPERANDS_IN_REGISTERS:
-            weights = tiled((WARPGROUPS, ROWS, shape.keys), dtype)
+            weights = tiled((HALVES, ROWS, shape.keys), dtype)
 
         def full(stages: int) -> plgpu.Barrier:
             return plgpu.Barrier(num_barriers=stages, num_arrivals=1 if shape.widens else copies)
 
         def free(stages: int) -> plgpu.Barrier:
-            return plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
+            return plgpu.Barrier(num_barriers=stages, num_arrivals=HALVES)
 
         return cls(
-            query=tiled((WARPGROUPS, ROWS, config.key_width), dtype, align),
+            query=tiled((HALVES, ROWS, config.key_width), dtype, align),
             keys=tiled((STAGES, shape.keys, config.key_width), dtype, align),
             values=tiled((shape.value_stages, shape.keys, config.value_width), dtype, align),
-            staged=plgpu.SMEM((WARPGROUPS, ROWS, shape.staged_width), config.out_dtype),
-            query_full=plgpu.Barrier(num_barriers=WARPGROUPS),
+            staged=plgpu.SMEM((HALVES, ROWS, shape.staged_width), config.out_dtype),
+            query_full=plgpu.Barrier(num_barriers=HALVES),
             keys_full=full(STAGES),
             values_full=full(shape.value_stages),
             keys_free=free(STAGES),
@@ -244,26 +166,6 @@ class _Scratch[T](NamedTuple):
             narrow_values_full=narrow_full,
             weights=weights,
         )
-
-
-class _Item(NamedTuple):
-    """A tile and a head, with the numbers of that head.
-
-    steps_before: steps of the thread block's earlier items.
-    """
-
-    tile: PrefillTile
-    head: Array
-    first_row: Array
-    first_column: Array | int
-    steps_before: Array
-    scale: Array
-    value_scale: Array
-    sink: Array
-
-    def steps_until(self, step: Array) -> Array:
-        """Returns how many steps the thread block takes before a step of this tile."""
-        return self.steps_before + step - self.tile.first_step
 
 
 class _Running(NamedTuple):
@@ -278,79 +180,32 @@ class _Running(NamedTuple):
     weights: Float[Array, "rows keys"]  # in 16 bits
 
 
-class _Prefiller:
+class _Prefiller(PrefillBlock):
     """The code of one thread block."""
 
-    def __init__(self, shape: PrefillShape, operands: _Operands, scratch: _Scratch[Ref]) -> None:
-        self.shape, self.config, self.steps = shape, shape.config, shape.steps
-        self.arrays, self.queries, self.pages, self.outputs, self.splits = operands
-        self.smem = scratch
-        self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        self.num_blocks = lax.axis_size("block")
-        self.num_tiles, self.heads_together = [
-            load_field(PrefillTile, self.arrays.tiles, 0, field)
-            for field in ("num_tiles", "heads_together")
-        ]
-        self.num_items = self.num_tiles * self.queries.shape[1]
-        self.num_rounds = lax.div(self.num_items + (self.num_blocks - 1), self.num_blocks)
+    def __init__(
+        self, shape: PrefillShape, operands: PrefillOperands, scratch: _Scratch[Ref]
+    ) -> None:
+        super().__init__(shape.config, shape.steps, operands)
+        self.shape, self.smem = shape, scratch
+        self.warpgroup = lax.axis_index("warpgroup")
 
     def run(self) -> None:
-        @pl.when(self.warpgroup < WARPGROUPS)
+        @pl.when(self.warpgroup < HALVES)
         def _() -> None:
             plgpu.set_max_registers(self.shape.registers[0], action="increase")
             self._load_queries(0)
-            self._each_item(self._compute)
+            self.each_item(self._compute)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(self.warpgroup == WARPGROUPS)
+        @pl.when(self.warpgroup == HALVES)
         def _() -> None:
             plgpu.set_max_registers(self.shape.registers[1], action="decrease")
-            self._each_item(self._load_and_widen if self.shape.widens else self._load)
-
-    def _each_item(self, do: Callable[[Array, _Item], None]) -> None:
-        """Calls ``do(turn, item)`` for every item of this thread block."""
-
-        def one(turn: Array, steps_before: Array) -> Array:
-            is_item, index, head = self._locate_item(turn)
-            tile = load_row(PrefillTile, self.arrays.tiles, index)
-            kv_head = lax.div(head, self.config.group)
-            first_row, column = self.steps.head(tile.first_row, kv_head)
-            # Loaded early to hide the latency.
-            numbers = [self.arrays.numbers[head, column] for column in range(3)]
-            item = _Item(tile, head, first_row, column, steps_before, *numbers)
-            pl.when(is_item)(lambda: do(turn, item))
-            return item.steps_until(tile.last_step)
-
-        lax.fori_loop(0, self.num_rounds, one, jnp.int32(0))
-
-    def _number(self, turn: Array | int) -> Array:
-        """Returns the number of an item; every other round is reversed, to balance the load."""
-        back = self.num_blocks - 1 - self.block
-        is_even = lax.rem(jnp.asarray(turn, jnp.int32), 2) == 0
-        return turn * self.num_blocks + lax.select(is_even, self.block, back)
-
-    def _locate_item(self, turn: Array | int) -> tuple[Array, Array, Array]:
-        """Returns whether there is an item, its row of the tiles, and its head.
-
-        Past the last item, row and head are the last ones.
-        """
-        number = self._number(turn)
-        is_item = number < self.num_items
-        number = lax.max(lax.min(number, self.num_items - 1), 0)
-        heads = self.heads_together * self.config.group
-        of_section = lax.max(self.num_tiles * heads, 1)
-        section, within = lax.div(number, of_section), lax.rem(number, of_section)
-        # From long to short tiles, back in the next section, and to short ones in the last: so
-        # neighbours are alike, which balances the load.
-        is_back = lax.rem(lax.div(self.queries.shape[1], heads) - section, 2) == 0
-        index = lax.div(within, heads)
-        index = lax.select(is_back, lax.max(self.num_tiles - 1 - index, 0), index)
-        head = section * heads + lax.rem(within, heads)
-        return is_item, index, head
+            self.each_item(self._load_and_widen if self.shape.widens else self._load)
 
     # --- the last warpgroup: loads ------------------------------------------------
 
-    def _load(self, turn: Array, item: _Item) -> None:
+    def _load(self, turn: Array, item: Item) -> None:
         """Loads the keys of each step, and the values of the step before, which are used later."""
         del turn
         keys, values = self._parts(item)
@@ -360,12 +215,12 @@ class _Prefiller:
             stage = self._reuse(item, step, part)
             self._fetch(granule_rows, part.columns, part.wide, part.full.at[stage], stage)
 
-        granule_rows = self._locate(item, first)
+        granule_rows = self.locate(item, first)
         fetch(granule_rows, first, keys)
 
         def load(step: Array, before: list[Array]) -> list[Array]:
             # Loads ids before the wait for stages, to hide the latency.
-            granule_rows = self._locate(item, step)
+            granule_rows = self.locate(item, step)
             fetch(granule_rows, step, keys)
             fetch(before, step - 1, values)
             return granule_rows
@@ -373,12 +228,12 @@ class _Prefiller:
         granule_rows = lax.fori_loop(first + 1, last, load, granule_rows)
         fetch(granule_rows, last - 1, values)
 
-    def _load_and_widen(self, turn: Array, item: _Item) -> None:
+    def _load_and_widen(self, turn: Array, item: Item) -> None:
         """Loads 8-bit keys and values, and widens them to 16 bits for the other warpgroups."""
         del turn
         keys, values = self._parts(item)
         first, last = item.tile.first_step, item.tile.last_step
-        granule_rows = self._locate(item, first)
+        granule_rows = self.locate(item, first)
         for part in keys, values:
             self._fetch(granule_rows, part.columns, part.narrow, part.narrow_full)
 
@@ -387,11 +242,11 @@ class _Prefiller:
             given = later, part.columns, part.narrow, part.narrow_full
             pl.when(step + 1 < last)(lambda: self._fetch(*given))
 
-        later = self._locate(item, first + 1)
+        later = self.locate(item, first + 1)
         widen(first, keys, later)
 
         def load(step: Array, granule_rows: list[Array]) -> list[Array]:
-            later = self._locate(item, step + 1)
+            later = self.locate(item, step + 1)
             widen(step, keys, later)
             widen(step - 1, values, granule_rows)
             return later
@@ -399,7 +254,7 @@ class _Prefiller:
         later = lax.fori_loop(first + 1, last, load, later)
         widen(last - 1, values, later)
 
-    def _widen(self, item: _Item, step: Array, part: "_Part") -> None:
+    def _widen(self, item: Item, step: Array, part: "_Part") -> None:
         """Widens a step of keys or of values."""
         stage = self._reuse(item, step, part)
         plgpu.barrier_wait(part.narrow_full)
@@ -411,14 +266,14 @@ class _Prefiller:
         plgpu.commit_smem()
         plgpu.barrier_arrive(part.full.at[stage])
 
-    def _reuse(self, item: _Item, step: Array, part: "_Part") -> Array:
+    def _reuse(self, item: Item, step: Array, part: "_Part") -> Array:
         """Waits until the stage of a step is free, and returns it."""
         steps = item.steps_until(step)
         stage = lax.rem(steps, part.stages)
         pl.when(steps >= part.stages)(lambda: plgpu.barrier_wait(part.free.at[stage]))
         return stage
 
-    def _parts(self, item: _Item) -> tuple["_Part", "_Part"]:
+    def _parts(self, item: Item) -> tuple["_Part", "_Part"]:
         """Returns the keys and the values of a row."""
         config, first, smem = self.config, item.first_column, self.smem
         keys = _Part(
@@ -443,39 +298,27 @@ class _Prefiller:
             source = self.pages.at[pl.ds(pl.multiple_of(row, GRANULE), n), columns]
             plgpu.copy_gmem_to_smem(source, buffer.at[(*stage, pl.ds(j * n, n))], full)
 
-    def _locate(self, item: _Item, step: Array) -> list[Array]:
-        """Returns the first row of each granule of a step."""
-        found = self.steps.find(self.arrays.block_tables, item.tile.request, step)
-        return self.steps.rows(found, item.first_row)
-
     # --- the other warpgroups: attention ------------------------------------------
 
     def _load_queries(self, turn: Array | int) -> None:
         """Starts loading the queries of an item, if there is one."""
-        is_item, index, head = self._locate_item(turn)
+        place = self.locate_item(turn)
 
-        @pl.when(is_item)
+        @pl.when(place.is_item)
         def _() -> None:
-            octet = self._octet(load_field(PrefillTile, self.arrays.tiles, index, "octet"))
-            source = self.queries.at[pl.ds(octet * 8, ROWS), head]
+            octet = load_field(PrefillTile, self.arrays.tiles, place.index, "octet")
+            octet = self.octet(octet, self.warpgroup)
+            source = self.queries.at[pl.ds(octet * 8, ROWS), place.head]
             target = self.smem.query.at[self.warpgroup]
             plgpu.copy_gmem_to_smem(source, target, self.smem.query_full.at[self.warpgroup])
 
-    def _octet(self, first: Array) -> Array:
-        """Returns the first row of this warpgroup, given the tile's, in multiples of 8.
-
-        Rows past the end of the array are moved back to lie within it.
-        """
-        last = self.queries.shape[0] // 8 - ROWS // 8
-        return lax.min(first + self.warpgroup * (ROWS // 8), last)
-
-    def _compute(self, turn: Array, item: _Item) -> None:
+    def _compute(self, turn: Array, item: Item) -> None:
         plgpu.barrier_wait(self.smem.query_full.at[self.warpgroup])
         has_rows = item.tile.count > self.warpgroup * ROWS
         pl.when(has_rows)(lambda: self._compute_rows(turn, item))
         pl.when(~has_rows)(lambda: self._pass(turn, item))
 
-    def _pass(self, turn: Array, item: _Item) -> None:
+    def _pass(self, turn: Array, item: Item) -> None:
         """Gives back the stages of an item, in which this warpgroup has no rows."""
         self._load_queries(turn + 1)
 
@@ -486,34 +329,18 @@ class _Prefiller:
                 plgpu.barrier_wait(part.full.at[stage])
                 plgpu.barrier_arrive(part.free.at[stage])
 
-    def _compute_rows(self, turn: Array, item: _Item) -> None:
+    def _compute_rows(self, turn: Array, item: Item) -> None:
         tile, index = item.tile, self.warpgroup
-        octet = self._octet(tile.octet)
-        shift = (octet - tile.octet) * 8  # of this warpgroup's first row, in rows of the tile
-        running = self._attend(item, tile.position + shift)
+        moved = (self.octet(tile.octet, index) - tile.octet) * 8  # its first row, in rows of a tile
+        running = self._attend(item, tile.position + moved)
         plgpu.commit_smem()  # a barrier: all warps have read the queries
         self._load_queries(turn + 1)
         stage = self._value_stage(item, tile.last_step - 1)
         out = self._add_product(running, stage)
         plgpu.barrier_arrive(self.smem.values_free.at[stage])
-        begin = lax.max(tile.skip, index * ROWS) - shift
-        end = lax.min(tile.count, (index + 1) * ROWS) - shift
-        running = running._replace(out=out)
-        self._finish(item, running, _Rows(octet * 8, begin, end))
+        self.finish(item, index, running._replace(out=out))
 
-    def _finish(self, item: _Item, running: _Running, rows: "_Rows") -> None:
-        """Writes the output of a tile, or stores the results of a split."""
-        outputs, splits, index = self.outputs, self.splits, item.tile.index
-        if outputs is not None and splits is not None:
-            number = index - outputs.lse.shape[0]
-            pl.when(number < 0)(lambda: self._write(item, running, rows, outputs))
-            pl.when(number >= 0)(lambda: self._store((number, item.head), running, splits))
-        elif outputs is not None:
-            self._write(item, running, rows, outputs)
-        elif splits is not None:
-            self._store((index, item.head), running, splits)
-
-    def _attend(self, item: _Item, position: Array) -> _Running:
+    def _attend(self, item: Item, position: Array) -> _Running:
         """Attends to all keys of a tile; the values of the last step are not added yet."""
         first, last = item.tile.first_step, item.tile.last_step
 
@@ -522,13 +349,13 @@ class _Prefiller:
 
         return lax.fori_loop(first + 1, last, step, self._first_step(item, position))
 
-    def _key_stage(self, item: _Item, step: Array) -> Array:
+    def _key_stage(self, item: Item, step: Array) -> Array:
         return lax.rem(item.steps_until(step), STAGES)
 
-    def _value_stage(self, item: _Item, step: Array) -> Array:
+    def _value_stage(self, item: Item, step: Array) -> Array:
         return lax.rem(item.steps_until(step), self.shape.value_stages)
 
-    def _first_step(self, item: _Item, position: Array) -> _Running:
+    def _first_step(self, item: Item, position: Array) -> _Running:
         """Returns the softmax of a tile's first step."""
         step, config = item.tile.first_step, self.config
         stage = self._key_stage(item, step)
@@ -536,9 +363,9 @@ class _Prefiller:
         scores = multiply(self.smem.query.at[self.warpgroup], self.smem.keys.at[stage].T)
         plgpu.barrier_arrive(self.smem.keys_free.at[stage])
         highest = plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW)
-        highest, _, weights = self._softmax(item, position, step, scores, highest)
+        highest, _, weights = self.softmax(item, position, step, scores, highest)
         plgpu.barrier_wait(self.smem.values_full.at[self._value_stage(item, step)])
-        self._clean_values(item, step)
+        self.clean_values(item, step)
         zeros = jnp.zeros((ROWS, config.value_width), jnp.float32)
         total = plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
         return _Running(
@@ -548,7 +375,7 @@ class _Prefiller:
             weights.astype(self.shape.compute),
         )
 
-    def _step(self, item: _Item, position: Array, step: Array, running: _Running) -> _Running:
+    def _step(self, item: Item, position: Array, step: Array, running: _Running) -> _Running:
         """Scores a step of keys, while it adds the values of the step before."""
         stage, before = self._key_stage(item, step), self._value_stage(item, step - 1)
         values_full = self.smem.values_full.at[self._value_stage(item, step)]
@@ -556,7 +383,7 @@ class _Prefiller:
 
         def soften(scores: Array) -> tuple[Array, Array, Array, Array]:
             plgpu.barrier_arrive(self.smem.keys_free.at[stage])
-            found = self._softmax(item, position, step, scores, running.highest)
+            found = self.softmax(item, position, step, scores, running.highest)
             highest, shrink, weights = found
             total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
             total = common.add_columns(total, weights)
@@ -565,7 +392,7 @@ class _Prefiller:
             # behind that end.
             if self.shape.value_stages > 1:
                 plgpu.barrier_wait(values_full)
-                self._clean_values(item, step)
+                self.clean_values(item, step)
             return softened
 
         keys = self.smem.keys.at[stage].T
@@ -573,7 +400,7 @@ class _Prefiller:
         plgpu.barrier_arrive(self.smem.values_free.at[before])
         if self.shape.value_stages == 1:
             plgpu.barrier_wait(values_full)
-            self._clean_values(item, step)
+            self.clean_values(item, step)
         out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
         return _Running(out, highest, total, weights.astype(self.shape.compute))
 
@@ -613,25 +440,6 @@ class _Prefiller:
         out, *softened = pl.run_state(both)(start)
         return out, softened
 
-    def _softmax(
-        self, item: _Item, position: Array, step: Array, products: Array, before: Array
-    ) -> tuple[Array, Array, Array]:
-        """Returns the highest scores, the factor by which sums shrink, and the weights of keys."""
-        scores, scale = common.cap(self.config, products, item.scale)
-        scale = jnp.asarray(scale, jnp.float32)
-
-        def mask(scores: Array) -> tuple[Array, Array]:
-            seen = self._seen(item, position, step)
-            unseen = full_like(scores, UNSEEN)
-            return lax.select(seen, scores * scale, unseen), jnp.float32(1)
-
-        is_full = (step >= item.tile.full_begin) & (step < item.tile.full_end)
-        scores, scale = lax.cond(is_full, lambda scores: (scores, scale), mask, scores)
-        highest = lax.max(before, scores.max(axis=1) * scale)
-        shrink = jnp.exp2(before - highest)
-        weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(highest, scores.shape, [0]))
-        return highest, shrink, weights
-
     def _add_product(self, running: _Running, stage: Array) -> Array:
         """Returns the output plus the weighted sum of the values in a stage."""
         values = self.smem.values.at[stage]
@@ -642,89 +450,19 @@ class _Prefiller:
         plgpu.commit_smem()
         return running.out + multiply(staged, values)
 
-    def _seen(self, item: _Item, position: Array, step: Array) -> Array:
-        """Returns bool[ROWS, keys]: which keys of a step each query sees."""
-        keys = self.shape.keys
-        shape, layout = (ROWS, keys), plgpu.Layout.WGMMA
-        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        queries = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + position
-        seen = common.sees(self.config, item.tile, queries, key + step * keys)
-        return seen & self.steps.is_allocated(key, self._holes(item, step))
+    @override
+    def values_of(self, item: Item, step: Array) -> Ref:
+        return self.smem.values.at[self._value_stage(item, step)]
 
-    def _holes(self, item: _Item, step: Array) -> Array:
-        """Returns a bit for each hole of a step."""
-        tables, request = self.arrays.block_tables, item.tile.request
-        return lax.cond(
-            item.tile.has_holes != 0,
-            lambda: self.steps.find_holes(tables, request, step),
-            lambda: jnp.int32(0),
-        )
-
-    def _clean_values(self, item: _Item, step: Array) -> None:
-        """Overwrites the values that no query of the tile sees with zeros.
-
-        All warpgroups do so, and write the same values.
-        """
-        tile, keys = item.tile, self.shape.keys
-        key, stage = step * keys, self._value_stage(item, step)
-
-        @pl.when((key < tile.begin) | (key + keys > tile.end) | (tile.has_holes != 0))
-        def _() -> None:
-            holes = self._holes(item, step)
-            width = math.gcd(self.config.value_width, 64)  # registers are short
-            columns = self.config.value_width // width
-
-            @pl.loop(0, keys // 64 * columns)
-            def _(i: Array) -> None:
-                first = pl.multiple_of(lax.div(i, columns) * 64, 64)
-                column = pl.multiple_of(lax.rem(i, columns) * width, width)
-                part = self.smem.values.at[stage, pl.ds(first, 64), pl.ds(column, width)]
-                seen = tile.begin, tile.end
-                common.zero_unseen(part, part, self.steps, holes, key + first, seen)
-
-            plgpu.commit_smem()
-
-    def _store(
-        self, slot: tuple[Array, Array], running: _Running, splits: PartialSoftmax[Ref]
-    ) -> None:
-        """Stores the results of a split, given its number and the head."""
-        rows, row = pl.ds(self.warpgroup * ROWS, ROWS), 0
-        # Rows that saw no key have added up values that they do not see, which may be infinite.
-        seen = running.highest > UNSEEN
-        out = lax.broadcast_in_dim(seen, running.out.shape, [0])
-        out = lax.select(out, running.out, full_like(running.out, 0))
-        for first, width in self.config.value_parts:
-            part = lax.slice(out, (0, first), (ROWS, first + width))
-            part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-            store(splits.out.at[(*slot, pl.ds(row, width), rows)].T, part)
-            row += width
-        highest = jnp.where(seen, running.highest, -jnp.inf)
-        store(splits.highest.at[(*slot, rows)], highest)
-        store(splits.total.at[(*slot, rows)], running.total.sum(axis=1))
-
-    def _write(self, item: _Item, running: _Running, rows: "_Rows", outputs: Outputs) -> None:
-        """Writes rows to their tokens."""
-        sink = item.sink
-        highest = jnp.maximum(running.highest, sink)
-        shrink = jnp.exp2(running.highest - highest)
-        # A query that saw no key has accumulated weights of unseen keys.
-        seen = running.highest > UNSEEN
-        shrink = jnp.where(seen, shrink, 0.0)
-        total = running.total.sum(axis=1) * shrink + jnp.exp2(sink - highest)
-        weight = shrink * item.value_scale / jnp.where(total > 0, total, 1.0)
-        lse = jnp.log(total) + highest * (1 / LOG2E)
-        store(outputs.lse.at[item.tile.index, item.head, self.warpgroup], lse)
-        out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
-        # The output of a query that saw no key may be infinite.
-        seen = lax.broadcast_in_dim(seen, out.shape, [0])
-        out = lax.select(seen, out, full_like(out, 0)).astype(self.config.out_dtype)
+    @override
+    def write_rows(self, half: Array | int, values: Array, out: Ref, rows: Rows) -> None:
         width = self.shape.staged_width
         for start in range(0, self.config.value_width, width):
             first = min(start, self.config.value_width - width)  # the last part may overlap
-            part = lax.slice(out, (0, first), (ROWS, first + width))
-            self._write_columns(part, outputs.out.at[:, item.head, pl.ds(first, width)], rows)
+            part = lax.slice(values, (0, first), (ROWS, first + width))
+            self._write_columns(part, out.at[:, pl.ds(first, width)], rows)
 
-    def _write_columns(self, part: Array, out: Ref, rows: "_Rows") -> None:
+    def _write_columns(self, part: Array, out: Ref, rows: Rows) -> None:
         """Writes some columns of the rows of an output."""
         staged = self.smem.staged.at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
@@ -755,11 +493,3 @@ class _Part(NamedTuple):
     free: Ref
     narrow: Ref
     narrow_full: Ref
-
-
-class _Rows(NamedTuple):
-    """Rows ``begin`` to ``end - 1`` of a warpgroup, whose first row is a token."""
-
-    token: Array
-    begin: Array
-    end: Array

@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 from pallas_kernels._paged_attention.packed import LatentPacking, PackedRow
 from pallas_kernels._paged_attention.token_heads import TokenHeadRow
 
+MAX_PART, PART = 256, 128  # columns of a value; latent vectors have more, a multiple of 128
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,11 @@ class Config(AttentionRule):
         return self.key_width, self.row_width - self.key_width
 
     @property
+    def stored_value(self) -> tuple[int, int]:
+        """Returns the first element of the value in the row of a head, and its elements."""
+        return (0, self.value_width) if self.values_in_keys else self.stored_widths
+
+    @property
     def first_value(self) -> int:
         """Returns the index of the first element of the value in a row."""
         return 0 if self.values_in_keys else self.key_width
@@ -110,12 +117,14 @@ class Config(AttentionRule):
 
     @property
     def value_parts(self) -> list[tuple[int, int]]:
-        """Returns the first column and the width of parts of a value that wgmma takes.
+        """Returns the first column and the width of parts of a value that are multiplied at once.
 
         Their widths are multiples of 64. The last one may overlap the one before, and end with the
         value.
         """
         whole = self.value_width // 64 * 64
+        if whole > MAX_PART:
+            return [(first, PART) for first in range(0, whole, PART)]
         return [(0, whole)] + [(self.value_width - 64, 64)] * (self.value_width > whole)
 
     def first_visible(self, positions: Array, chunk_offset: Array) -> Array:

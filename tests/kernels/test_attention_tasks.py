@@ -491,9 +491,10 @@ def bytes_of(scratch: Any) -> int:
 @needs_mosaic
 @pytest.mark.parametrize(("pages", "unit"), [("bfloat16", 16), ("int8", 64)])
 def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int, monkeypatch) -> None:
-    from pallas_kernels._paged_attention import mosaic, prefill
+    from pallas_kernels._paged_attention import mosaic, prefill, prefill_mma
     from pallas_kernels._paged_attention.decode_block import DecodeScratch
     from pallas_kernels._paged_attention.decode_shape import decode_shape
+    from pallas_kernels._paged_attention.prefill_mma_shape import MmaShape
 
     for key, value in itertools.product(range(64, 272, unit), repeat=2):
         rule = rule_of("all keys").replace(
@@ -516,6 +517,12 @@ def test_kernels_for_all_widths_fit_into_shared_memory(pages: str, unit: int, mo
                     continue
                 used = bytes_of(DecodeScratch.from_shape(decode))
                 assert used * decode.thread_blocks_per_sm <= limit * 1024
+            many = MmaShape.choose(arrays, rule)
+            if many is None:  # the kernel of decodes takes all
+                assert limit == 99 and (pages == "int8" and key + value > 256)
+                continue
+            used = bytes_of(prefill_mma._Scratch.from_shape(many))
+            assert used * many.per_sm <= limit * 1024
         monkeypatch.undo()
 
 
@@ -552,35 +559,40 @@ def test_rounds_of_xla_take_as_many_blocks_as_512_keys_have_within_their_memory(
 
 
 @needs_mosaic
-@pytest.mark.parametrize("group", [1, 3])
-def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(group: int) -> None:
-    from pallas_kernels._paged_attention.prefill import _Prefiller
+@pytest.mark.parametrize(("group", "parts"), [(1, 1), (1, 2), (3, 1)])
+def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(
+    group: int, parts: int
+) -> None:
+    from pallas_kernels._paged_attention.prefill_block import PrefillBlock
 
     kv_heads = 4
-    blocks, turns = map(np.ravel, np.meshgrid(np.arange(7), np.arange(5 * kv_heads * group + 1)))
+    most = 5 * kv_heads * group * parts + 1
+    blocks, turns = map(np.ravel, np.meshgrid(np.arange(7), np.arange(most)))
 
     @jax.jit
     def place(num_tiles: Any, heads_together: Any, num_blocks: Any) -> Any:
-        kernel: Any = _Prefiller.__new__(_Prefiller)
+        kernel: Any = PrefillBlock.__new__(PrefillBlock)
         kernel.config = rule_of("all keys").replace(kv_heads=kv_heads, group=group)
-        kernel.queries = types.SimpleNamespace(shape=(TOKENS, kv_heads * group, 64))
+        kernel.heads, kernel.parts = kv_heads * group, parts
         kernel.num_tiles, kernel.heads_together = num_tiles, heads_together
-        kernel.num_blocks, kernel.num_items = num_blocks, num_tiles * kv_heads * group
+        kernel.num_blocks, kernel.num_items = num_blocks, num_tiles * (kv_heads * group * parts)
 
         def of_block(block: Any, turn: Any) -> Any:
             kernel.block = block
-            return kernel._locate_item(turn)
+            return kernel.locate_item(turn)
 
         return jax.vmap(of_block)(as_ids(blocks), as_ids(turns))
 
     for num_tiles, together, num_blocks in itertools.product((0, 1, 5), (1, 2, 4), (1, 3, 7)):
-        is_item, tiles, heads = map(np.asarray, place(*as_ids([num_tiles, together, num_blocks])))
+        found = place(*as_ids([num_tiles, together, num_blocks]))
+        is_item, tiles, heads, part = map(np.asarray, found)
+        part = np.broadcast_to(part, heads.shape)
         assert ((tiles >= 0) & (tiles < max(1, num_tiles))).all()
         assert ((heads >= 0) & (heads < kv_heads * group)).all(), "numbers of no head are loaded"
         taken = is_item & (blocks < num_blocks)
-        pairs = list(zip(tiles[taken].tolist(), heads[taken].tolist(), strict=True))
-        wanted = itertools.product(range(num_tiles), range(kv_heads * group))
-        assert sorted(pairs) == list(wanted), "each head of each tile once"
+        items = np.stack([tiles, heads, part], axis=1)[taken].tolist()
+        wanted = itertools.product(range(num_tiles), range(kv_heads * group), range(parts))
+        assert sorted(items) == [*map(list, wanted)], "each head of each tile once"
         sections = heads // (together * group)
         is_last = sections == kv_heads // together - 1
         for turn in range(1, turns.max() + 1):

@@ -16,7 +16,8 @@ from tests.gpu_targets import KERNELS, TARGETS
 
 EVERYWHERE = {
     *("zero_blocks", "copy_blocks", "write_rows", "causal_conv1d", "causal_conv1d_tiles"),
-    *("paged_attention_decode", "paged_attention_combine", "recurrent_step"),
+    *("paged_attention_decode", "paged_attention_prefill", "paged_attention_combine"),
+    "recurrent_step",
 }
 STARTED = {
     **{capability: EVERYWHERE | {"recurrent_replay"} for capability in TARGETS},
@@ -25,9 +26,9 @@ STARTED = {
 }
 # Bytes, at most: kernels of a Hopper alone, and tiles of 64 rows of the one for decodes.
 MAY_SPILL = {
-    "paged_attention_prefill": 300,
+    "paged_attention_prefill": 650,  # some on 10.0, few of them in each step
     "recurrent_prompt_parts": 300,
-    "paged_attention_decode": 100,
+    "paged_attention_decode": 750,  # of heads 256 wide and 32 rows
 }
 
 

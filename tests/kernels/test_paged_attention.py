@@ -308,11 +308,14 @@ INTERPRETED = {
     "prefills in pieces": (PIECES, [70, 250], [0, 2, 67]),
 }
 
-# By the kernels of other GPUs: copies by cp.async; prompts by the kernel of decodes.
+# By the kernels of other GPUs: mma, and copies by cp.async.
 INTERPRETED_AS = [
     ("decode", (8, 0)),
     ("speculation in fp8", (8, 0)),
     ("prefills in pieces", (10, 0)),
+    ("a prefill of more queries than tokens", (8, 0)),
+    ("a decode and two prefills, 80 and 96 wide", (10, 0)),
+    ("a prefill in fp8", (10, 0)),
 ]
 
 
@@ -399,6 +402,10 @@ INTERPRETED_LATENTS = {
         *([180, 3, 70], [0, 2, 3, 4], 0),
     ),
 }
+INTERPRETED_LATENTS_AS = [
+    ("speculation in fp8, interleaved, holes", (10, 0)),
+    ("two thread blocks that load together", (8, 0)),
+]
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
 MOSAIC_CASES |= {f"latents, {name}": case for name, case in LATENT_CASES.items()}
@@ -413,19 +420,9 @@ def test_mosaic_attends_by_the_definition(name: str) -> None:
         check(case, make(case, lens, loc, seed), "mosaic_gpu")
 
 
-@quietly
-@pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
-@needs_mosaic
-@pytest.mark.parametrize(
-    ("name", "capability"), [*((name, (9, 0)) for name in INTERPRETED), *INTERPRETED_AS]
-)
-def test_mosaic_attends_by_the_definition_in_interpret_mode(
-    name: str, capability: tuple[int, int], monkeypatch
-) -> None:
+def interpret_as(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interprets the kernels of a GPU."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from pallas_kernels._paged_attention import decode_shape, prefill_tasks, rounds, tasks
-    from pallas_kernels._paged_attention.decode_shape import DecodeShape
 
     def copy(source: Any, target: Any, oob_mode: Any) -> None:
         target[...] = source[...]
@@ -435,6 +432,21 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(
     if capability < (9, 0):  # interpret mode does not know cp.async
         monkeypatch.setattr(plgpu, "copy_gmem_to_smem", copy)
         monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda n: None)
+
+
+@quietly
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("name", "capability"), [*((name, (9, 0)) for name in INTERPRETED), *INTERPRETED_AS]
+)
+def test_mosaic_attends_by_the_definition_in_interpret_mode(
+    name: str, capability: tuple[int, int], monkeypatch
+) -> None:
+    from pallas_kernels._paged_attention import decode_shape, prefill_tasks, rounds, tasks
+    from pallas_kernels._paged_attention.decode_shape import DecodeShape
+
+    interpret_as(capability, monkeypatch)
     thread_blocks = interpret_on_a_small_gpu(monkeypatch)
     monkeypatch.setattr(decode_shape, "MAX_ROWS", 16)
     monkeypatch.setattr(tasks, "SPLIT", 2)  # of reproducible attention
@@ -452,14 +464,18 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(
 @quietly
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
 @needs_mosaic
-@pytest.mark.parametrize("name", INTERPRETED_LATENTS)
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [*((name, (9, 0)) for name in INTERPRETED_LATENTS), *INTERPRETED_LATENTS_AS],
+)
 def test_mosaic_attends_to_latents_in_interpret_mode(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pallas_kernels._paged_attention import rounds, tasks
 
     if name in WITH_LATE_BARRIERS and not HAS_LATE_BARRIERS:
         pytest.skip("interpret mode of jax 0.11 refuses such barriers")
+    interpret_as(capability, monkeypatch)
     interpret_on_a_small_gpu(monkeypatch, thread_blocks=2)
     interpret_copies_of_rows(monkeypatch)
     monkeypatch.setattr(tasks, "LATENT_SPLIT", 2)  # of reproducible attention
