@@ -143,23 +143,7 @@ class Engine(Unique):
             for which use a `Scheduler` and a loop of your own; what ``forward`` raises for
             the largest step; logits or hidden states of another shape.
         """
-        if not callable(forward):
-            raise TypeError(
-                f"forward must be a function of params and a step, got {type(forward).__name__}; "
-                "the order is Engine(forward, params, plan)"
-            )
-        if head is not None and not callable(head):
-            raise TypeError(
-                "head must be a function of params and hidden states, or None; got "
-                f"{type(head).__name__}"
-            )
-        check_kind(Plan, "what plan_cache returned", plan=plan)
-        if stores_encoder_tokens(plan):
-            raise ValueError(
-                "the plan has cross attention, and an Engine takes no encoder input: serve it by "
-                "a loop of your own, with BlockManager.start(encoder_tokens=), or a Scheduler and "
-                "its add(encoder_tokens=)"
-            )
+        _check_model(forward, head, plan)
         #: the engine's `BlockManager`; read-only
         self.manager = BlockManager(
             plan, max_requests=max_requests, host_memory=host_memory, events=events
@@ -226,17 +210,20 @@ class Engine(Unique):
         self._calls = Calls(self._device, self._packer, decode_steps)
         self._family = itertools.count()
         self._device.take_over()
+        self._log_shapes(pays, host_memory)
+
+    def __repr__(self) -> str:
+        return f"Engine({self._scheduler!r}, {len(self._buckets.shapes)} shapes)"
+
+    def _log_shapes(self, by_mosaic: bool, host_memory: HostMemory | None) -> None:
         LOGGER.info(
             "%r: steps of %s tokens, %s; groups that share prefixes: %d; host memory: %s",
             self,
             ", ".join(map(str, sorted({shape.max_tokens for shape in self._buckets.shapes}))),
-            "by Mosaic kernels" if pays else "without Mosaic kernels for attention",
+            "by Mosaic kernels" if by_mosaic else "without Mosaic kernels for attention",
             max((shape.shared_prefixes for shape in self._buckets.shapes), default=0),
             "none, what is evicted is computed again" if host_memory is None else host_memory,
         )
-
-    def __repr__(self) -> str:
-        return f"Engine({self._scheduler!r}, {len(self._buckets.shapes)} shapes)"
 
     # --- requests -----------------------------------------------------------------
 
@@ -495,3 +482,24 @@ class Engine(Unique):
         self._samples.of_request[first.request] = samples  # from here on it is there
         self._calls.is_broken = False
         self.stats.prompt_tokens += first.num_prompt
+
+
+def _check_model(forward: Forward, head: Head | None, plan: Plan) -> None:
+    """Raises TypeError or ValueError for what an engine cannot serve."""
+    if not callable(forward):
+        raise TypeError(
+            f"forward must be a function of params and a step, got {type(forward).__name__}; "
+            "the order is Engine(forward, params, plan)"
+        )
+    if head is not None and not callable(head):
+        raise TypeError(
+            "head must be a function of params and hidden states, or None; got "
+            f"{type(head).__name__}"
+        )
+    check_kind(Plan, "what plan_cache returned", plan=plan)
+    if stores_encoder_tokens(plan):
+        raise ValueError(
+            "the plan has cross attention, and an Engine takes no encoder input: serve it by "
+            "a loop of your own, with BlockManager.start(encoder_tokens=), or a Scheduler and "
+            "its add(encoder_tokens=)"
+        )
