@@ -216,7 +216,7 @@ def page_and_compute_dtype(
     """Returns the dtype of pages and the 16-bit dtype of products; 8-bit floats need float16."""
     page = jnp.dtype(arrays.pages.dtype if row is None else row.elements)
     is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
-    is_half = is_float8 or page == jnp.uint8  # or bytes of 4 bits
+    is_half = is_float8 or (row is not None and row.is_4_bit)
     return page, jnp.dtype(jnp.float16) if is_half else arrays.queries.dtype
 
 

@@ -283,7 +283,8 @@ def _without_host_memory(server: Server) -> Server:
     """Returns the same engine without host memory; it runs the steps that were compiled for it."""
     twin, device, manager = copy.copy(server), server.engine._device, server.engine.manager
     twin.engine = jaxkv.Engine(
-        *(server.decoder.forward, device.params, manager.plan),
+        *(server.decoder.hidden_states, device.params, manager.plan),
+        head=server.decoder.head,
         max_requests=manager.max_requests,
         max_tokens=max(server.engine._buckets.mixed),
     )

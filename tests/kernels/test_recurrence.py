@@ -189,7 +189,7 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
     heads, key = layer.value_heads, layer.key
     row = key * dtype(layer.state).itemsize
     size = -(-(layer.start + layer.state_bytes + max(512, row)) // row) * row
-    computed = rng.integers(0, 3 * layer.replay, len(counts), endpoint=True)
+    computed = rng.integers(0, 3 * layer.replay, len(given["read_ids"]), endpoint=True)
     if layer.replay:  # the first token of some ends a ring
         computed[::2] += (layer.replay - 1 - computed[::2]) % layer.replay
     data = np.full((FIRST + STEP * PAGES, size), 0xFF, np.uint8)
@@ -287,7 +287,7 @@ def call(
     if ragged:
         lens = given.lens if layer.holes else None
         lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
-        requests = RequestStates(*lists, max_query_len=most, num_computed_tokens=before)
+        requests = RequestStates(*lists, max_query_len=most)
     arguments = given.inputs, given.log_decay, given.beta, states, requests
     if layer.rule == "scan":
         options |= {} if layer.values_first else {"values_first": False}
@@ -713,7 +713,7 @@ def test_a_turn_carries_over_the_states_of_requests_that_go_on(
     """Of each turn's runs: chunks from and to, the state before, whether to carry the one after."""
     begins, ids = np.cumsum([0, *counts]), np.arange(len(counts))
     pages = StatePages(jnp.zeros((9, 32), jnp.uint8), "float32", (1, 1, 8), num_pages=9)
-    requests, nothing = Requests(as_ids(ids), as_ids(ids)), (jnp.zeros(0, jnp.int32),) * 5
+    requests, nothing = Requests(as_ids(ids), as_ids(ids)), (jnp.zeros(0, jnp.int32),) * 6
     chunks = Chunks(*nothing, as_ids(begins), as_ids(begins[-1]))
     for first in range(0, begins[-1], size):
         runs = np.array(prompt._runs(pages, requests, chunks, first, size))
@@ -842,12 +842,12 @@ def test_a_convolution_by_itself(
 
     @jax.jit
     def convolved(given: Arrays) -> Any:
-        _, pages = pages_of(layer, given.data)
+        pages = pages_of(layer, given.data)[1]
         bias = given.bias if layer.bias else None
         conv = Convolution(pages, given.weights, bias, silu=layer.silu)
         lens = given.lens if layer.holes else None
         lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
-        requests = RequestStates(*lists, max_query_len=most, num_computed_tokens=before)
+        requests = RequestStates(*lists, max_query_len=most)
         return causal_conv1d(given.inputs, conv, requests, implementation=implementation)
 
     with kernels_run():
