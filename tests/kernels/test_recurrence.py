@@ -287,7 +287,7 @@ def call(
     if ragged:
         lens = given.lens if layer.holes else None
         lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
-        requests = RequestStates(*lists, max_query_len=most)
+        requests = RequestStates(*lists, max_query_len=most, num_computed_tokens=before)
     arguments = given.inputs, given.log_decay, given.beta, states, requests
     if layer.rule == "scan":
         options |= {} if layer.values_first else {"values_first": False}
