@@ -199,8 +199,8 @@ def _run(
 ) -> tuple[Array, Array]:
     requests, most = check_requests(tokens.inputs, given_requests)
     check_convolution(conv, tokens.inputs, tokens.states.data)
-    if tokens.replay is not None and requests.computed is None:
-        raise ValueError("replay needs requests.num_computed_tokens, the tokens before the call")
+    if tokens.replay is not None:
+        requests.tokens_before()  # or it raises, whatever computes the call
     out = as_dtype("out_dtype", tokens.inputs.dtype if out_dtype is None else out_dtype, DTYPES)
     if not tokens.inputs.size or not requests.batch:
         shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)

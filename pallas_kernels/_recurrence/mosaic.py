@@ -1,5 +1,6 @@
 """Recurrent layers by Mosaic GPU kernels: steps, prompts, and mixtures of both."""
 
+import functools
 from typing import Any
 
 import jax
@@ -58,22 +59,21 @@ def run_mosaic(
         ones = ones.writing_last()
     data, outputs = step_mosaic(rule, tokens, ones, None, 1, wanted)
     run, longer = run_prompts if by_kernels else _run_chunks, requests._replace(spans=others)
-    parts: list[tuple[Any, Requests]] = [(run, longer)]
+    parts: list[tuple[Any, tuple[Requests, Spans]]] = [(run, (longer, others))]
     if tokens.replay is not None and by_kernels:  # which know states alone
-        first, whole, rest = cut_at_checkpoints(tokens.replay, longer)
-        parts = [(_run_few, first), (run, whole), (_run_few, rest)]
+        first, whole, rest = cut_at_checkpoints(tokens.replay, longer, others)
+        run_few = functools.partial(_run_few, most=max(tokens.replay.length - 1, 2))
+        parts = [(run_few, first), (run, whole), (run_few, rest)]
     for run_part, part in parts:
         tokens = tokens.after(data, tokens.inputs)
-        data, outputs = run_part(rule, tokens, part, part.spans, outputs)
+        data, outputs = run_part(rule, tokens, *part, outputs)
     return data, clear_padding(requests, outputs)[:count]
 
 
 def _run_few(
-    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, outputs: Array
+    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, outputs: Array, *, most: int
 ) -> tuple[Array, Array]:
-    """Runs requests whose tokens end at the next checkpoint or before."""
-    assert tokens.replay is not None
-    most = max(tokens.replay.length - 1, 2)
+    """Runs requests whose tokens, ``most`` of them, end at the next checkpoint or before."""
     return step_mosaic(rule, tokens, requests._replace(spans=spans), None, most, outputs)
 
 

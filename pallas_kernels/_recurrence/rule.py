@@ -174,6 +174,14 @@ class Requests(NamedTuple):
     def batch(self) -> int:
         return self.read_ids.shape[0]
 
+    def tokens_before(self) -> Array:
+        """Returns how many tokens of each came before; raises ValueError if that is not known."""
+        if self.computed is None:
+            raise ValueError(
+                "replay needs requests.num_computed_tokens, the tokens before the call"
+            )
+        return self.computed
+
     def last_page(self) -> Array:
         """Returns the page that takes the state after the last token of each; -1: none."""
         if self.spans is None:

@@ -88,7 +88,7 @@ def _operands(
         jnp.asarray(first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
-        *([] if requests.computed is None or not shape.replay else [requests.computed]),
+        *([requests.tokens_before()] if shape.replay else []),
         *(requests.spans.arrays() if requests.spans else ()),
         log_decay.reshape(log_decay.shape[0], -1),
         tokens.beta.astype(jnp.float32),

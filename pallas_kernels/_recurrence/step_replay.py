@@ -13,8 +13,6 @@ from pallas_kernels._recurrence.step_kernel import Stepper
 from pallas_kernels._recurrence.step_rings import StepRing, Total
 from pallas_kernels._recurrence.step_shape import StepShape
 
-VECTORS_IN_REGISTERS = False  # of the new token, while tiles are computed
-
 
 class Replayer(Stepper):
     """Steps of states that pages have as checkpoints and rings.
@@ -116,9 +114,7 @@ class Replayer(Stepper):
             plgpu.wait_smem_to_gmem(0)
 
     def _stored(self, vectors: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns the vectors of the new token."""
-        if VECTORS_IN_REGISTERS:
-            return vectors
+        """Returns the vectors of the new token, of which shared memory holds two."""
         query, key = (load(self.ring.vectors.at[n], self.column) for n in range(2))
         return query, key, vectors[2]
 

@@ -71,8 +71,7 @@ class _StepRings:
 
     def __init__(self, replay: Replay, tokens: Tokens, requests: Requests) -> None:
         self.replay, self.tokens, self.requests = replay, tokens, requests
-        assert requests.computed is not None
-        self.row = requests.computed % replay.length
+        self.row = requests.tokens_before() % replay.length
         self.before = Ring.read(replay, tokens.states.data, requests.read_ids)
 
     def resume(self, checkpoint: Array) -> Array:
@@ -224,14 +223,14 @@ class _ChunkRings(NamedTuple):
     @classmethod
     def cut(cls, replay: Replay, requests: Requests, spans: Spans) -> Self:
         """Returns the rings of a step."""
-        assert requests.computed is not None
         starts, counts, after = spans.arrays()
-        computed = requests.computed[:, None]
+        before = requests.tokens_before()
+        computed = before[:, None]
         due = (after > 0) & (after <= counts[:, None])
         ends = jnp.where(due, computed + after, -1)
         until = jnp.where(due, ends // replay.length * replay.length - computed, 0)
         spans = Spans(starts, counts, until)
-        return cls(replay, spans, requests.computed, ends, requests.write_ids)
+        return cls(replay, spans, before, ends, requests.write_ids)
 
     def resume(self, data: Array, chunk: Chunks, checkpoint: Array) -> Array:
         """Returns the state before the first chunk of a request."""
