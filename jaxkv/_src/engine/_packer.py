@@ -161,8 +161,11 @@ class Packer:
 
         All requests that run have to decode, in a step that none can enter.
         """
-        running, drafting = self.manager.requests, self.drafting
-        if drafting is None or drafting.left or not drafting.has_room_for(len(running)):
+        drafting = self.drafting
+        if drafting is None or drafting.left:
+            return False
+        running = self.manager.requests
+        if not drafting.has_room_for(len(running)):
             return False
         names = [sample.name for sample in self._alive()]
         entered = min(self.manager.max_requests, len(self.samples.tokens))
@@ -215,8 +218,7 @@ class Packer:
         records["offset"] = 0  # no later step takes these tokens from the device
         asked = self._asked(schedule)
         upload = self._upload(schedule, shape, np.array(ids, np.int32), records)
-        self.samples.records[index] = records[ends - 1]
-        return self._sent(upload, sampled, asked, started)
+        return self._sent(upload, sampled, records[ends - 1], asked, started)
 
     def _pack(self, schedule: Schedule, shape: StepShape, asked: Asked) -> Step:
         index, ids = schedule.samples.index, self._token_ids(schedule)
@@ -232,10 +234,9 @@ class Packer:
         records["offset"] = offset + np.arange(count)
         targets = self._targets(schedule) if asked.wants & PROMPT else ()
         upload = self._upload(schedule, shape, ids, records, targets)
-        self.samples.records[index] = records
         self.offset = offset
         sampled = Sampled(self.samples.by_index[index].tolist(), index)
-        return self._sent(upload, sampled, asked, started)
+        return self._sent(upload, sampled, records, asked, started)
 
     def _upload(
         self,
@@ -254,11 +255,20 @@ class Packer:
         return self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
 
     def _sent(
-        self, upload: Upload, sampled: Sampled, asked: Asked, started: Sequence[Sample]
+        self,
+        upload: Upload,
+        sampled: Sampled,
+        records: np.ndarray,
+        asked: Asked,
+        started: Sequence[Sample],
     ) -> Step:
-        """Returns the step of an upload, and gives each request its next token to compute."""
+        """Returns the step of an upload, and gives each request its next token to compute.
+
+        Args:
+          records: of the last token that each sample samples.
+        """
         self.sampled, index = sampled, sampled.index
-        records = self.samples.records[index]
+        self.samples.records[index] = records
         self.scheduler.append(index[records["position"] < records["last"]])
         return Step(upload, sampled, self.manager.take_transfers(), asked, started)
 

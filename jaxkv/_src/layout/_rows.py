@@ -28,9 +28,8 @@ class RowFormat(NamedTuple):
 def row_format(spec: LayerSpec) -> RowFormat:
     """Returns the format of a layer's rows; bytes unless they are plain elements of one dtype."""
     if isinstance(spec, FullAttentionSpec):
-        if (
-            spec.has_scales or spec.scale_bytes or spec.dtype == "nvfp4"
-        ):  # scales next to the elements
+        # Scales lie next to the elements.
+        if spec.has_scales or spec.scale_bytes or spec.dtype == "nvfp4":
             return RowFormat(1, spec.token_bytes, "uint8", None)
         width = spec.head_size + spec.value_size
         return RowFormat(spec.num_kv_heads, width, spec.dtype, spec.head_size)
