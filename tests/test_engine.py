@@ -227,7 +227,8 @@ def test_the_logger_tells_what_an_engine_decides(caplog) -> None:
     }.items():
         assert sum(words in text for text in told) == count > 0, told
     traced = [text for text in told if text.startswith("traces a step to compile")]
-    assert 2 <= len({*traced}) == len(traced) <= len(engine._buckets.shapes) + 1
+    # A GPU's uploads lie in page-locked memory; what is traced for errors before has none.
+    assert 2 <= len({*traced}) <= len(traced) <= len(engine._buckets.shapes) + 1
 
 
 @functools.cache
