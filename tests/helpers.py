@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -60,7 +61,21 @@ def kernels_run() -> Iterator[None]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     teach_mma()
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()), callbacks_of_numpy():
+        yield
+
+
+@contextlib.contextmanager
+def callbacks_of_numpy() -> Iterator[None]:
+    """Gives callbacks arrays of NumPy: to make jax's of them is most of interpret mode's time."""
+    from jax._src import callback
+
+    def copy(arrays: Sequence[np.ndarray], device: jax.Device) -> Any:
+        return [a.item() if a.shape == () and a.dtype == np.int32 else np.array(a) for a in arrays]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(callback, "api"):
+            patch.setattr(callback, "api", types.SimpleNamespace(device_put=copy))
         yield
 
 

@@ -565,7 +565,7 @@ REPLAYS_IN_KERNELS = (
     ],
     ids=str,
 )
-@settings(max_examples=6, phases=AS_DRAWN)
+@settings(max_examples=3, phases=AS_DRAWN)
 @example(0)
 @given(seed=st.integers(0, 99))
 def test_a_step_adds_to_a_ring_or_writes_a_checkpoint(layer, implementation, seed) -> None:
@@ -616,8 +616,7 @@ def test_chunks_are_equal_to_tokens_one_by_one(layer, counts, seed) -> None:
 
 PROMPTS_IN_KERNELS = (
     Layer(
-        **{"key_heads": 2, "value_heads": 4, "key": 128, "value": 64, "inputs": "bfloat16"},
-        **{"state": "bfloat16"},
+        **{"key": 128, "value": 64, "inputs": "bfloat16", "state": "bfloat16"},
     ),
     Layer(
         **{"rule": "scan", "key": 64, "value": 128, "key_heads": 2, "inputs": "bfloat16"},
@@ -650,7 +649,6 @@ REPLAYED_PROMPTS = REPLAYS_IN_KERNELS[0]._replace(inputs="bfloat16", replay=16, 
 
 @needs_mosaic
 @settings(max_examples=8, phases=AS_DRAWN if ON_GPU else [Phase.explicit])
-@example([2, 100, 0], 18)
 @example([1, 3, 70], 4)
 @given(
     st.sampled_from([[1, 30, 0], [0, 64, 30], [3, 61, 64], [16, 100, 1], [70, 1, 50]]),
@@ -706,6 +704,7 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
     check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=90)
 
 
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4))
 def test_a_turn_carries_over_the_states_of_requests_that_go_on(
     counts: list[int], size: int
