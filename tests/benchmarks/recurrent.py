@@ -122,7 +122,8 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         is_step = max(spec.counts) <= 8
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes * is_step)
         ours = add(default_implementation("recurrent_step"), time_ours(spec))
-        for length in () if spec.rule == "delta per key" or spec.drafts else RINGS:
+        rings = by_size(full=RINGS, small=RINGS, smallest=RINGS[:1])
+        for length in () if spec.rule == "delta per key" or spec.drafts else rings:
             ringed = spec._replace(replay=length)
             num_bytes = ringed.num_bytes * is_step
             report.add(

@@ -110,7 +110,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         config = text_config(CASES[0].model)
         _compare(report, CASES[0].name, _in_process("alone", config, [alone.TRACE]), {})
     if timing.size != "full":
-        for devices in sorted({1, min(2, len(jax.devices()))}):
+        for devices in by_size(full=(), small=sorted({1, _two()}), smallest=(_two(),)):
             _compare(report, f"tiny on {devices}", _serve_tiny(devices), {})
 
 
@@ -121,7 +121,7 @@ def run_rollouts(report: Report, peer: VllmPeer | None) -> None:
     for case in by_size(full=[case for case in CASES if case.has_groups], small=(), smallest=()):
         _run_case(report, case)
     if timing.size != "full":
-        _compare(report, "tiny", _serve_tiny(1, workloads.SMALLEST[:1]), {})
+        _compare(report, "tiny", _serve_tiny(_two(), workloads.SMALLEST[:1]), {})
 
 
 def _run_case(report: Report, case: Case) -> None:
@@ -166,6 +166,11 @@ def text_config(model: str) -> dict[str, Any]:
     if text["model_type"] == "qwen3_5_text":  # else vLLM asks for the positions of images, too
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e7}
     return text | {"architectures": [ARCHITECTURES.get(text["model_type"])]}
+
+
+def _two() -> int:
+    """Returns a number of devices: two where there are."""
+    return min(2, len(jax.devices()))
 
 
 def _serve_tiny(devices: int, chosen: Sequence[Workload] = workloads.SMALLEST) -> dict[str, Any]:

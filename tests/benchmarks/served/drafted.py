@@ -91,7 +91,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     loads = by_size(
         full=(Load(1, 2048, 256), Load(48, 512, 640)),
         small=(Load(1, 64, 96), Load(4, 16, 128)),
-        smallest=(Load(1, 8, 8), Load(2, 8, 8)),
+        smallest=(Load(1, 8, 8),),
     )
     engine = engine_for(decoder, params, loads)
     most = max(engine._packer.buckets.drafted)
