@@ -114,16 +114,25 @@ class Chooser(Engine):
         return queries, keys, values
 
 
-@pytest.mark.parametrize("parts", [2**26, 1])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_queries_attend_to_the_tokens_that_are_chosen_and_to_no_other(
-    setting: Setting, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if parts == 1 and setting.queries != "float32":
-        pytest.skip("one dtype shows it")
-    if parts == 1:
-        monkeypatch.setattr(_selected, "PART_BYTES", parts)
-        jax.clear_caches()
+def test_queries_attend_to_the_tokens_that_are_chosen_and_to_no_other(setting: Setting) -> None:
+    serve(setting)
+
+
+def test_chosen_tokens_are_attended_to_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_selected, "PART_BYTES", 1)
+    right, sizes = _selected._in_parts, set[int]()
+
+    def noted(attend: Any, size: int, *arrays: Any) -> Any:
+        sizes.add(size)
+        return right(attend, size, *arrays)
+
+    monkeypatch.setattr(_selected, "_in_parts", noted)
+    serve(Setting("f32", "float32", "HND", layers=("full", "chunked")))
+    assert sizes == {1}
+
+
+def serve(setting: Setting) -> None:
     engine = Chooser(setting, shape_of(setting), seed=3)
     for name, first in enumerate((5, 6, 1)):
         engine.start(name, 0)
@@ -132,8 +141,6 @@ def test_queries_attend_to_the_tokens_that_are_chosen_and_to_no_other(
     for _ in range(3):
         engine.step({0: 1, 1: 1, 2: 1})
     engine.step({1: 6, 0: 1})
-    if parts == 1:
-        jax.clear_caches()
 
 
 @needs_devices(2)
@@ -223,6 +230,7 @@ class Server:
         self.manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
         sizes = {"max_requests": REQUESTS, "max_tokens": TOKENS}
         self.shape = jaxkv.StepShape.for_plan(plan, **sizes)
+        self.compiled: dict[Any, Any] = {}  # by function; its options are the same each time
 
     def call(self, function: Any, layer: str, work: dict[int, int], *arrays: Any, **options: Any):
         """Calls a function of a layer in a step, and keeps its cache."""
@@ -236,7 +244,7 @@ class Server:
             cache, batch = jaxkv.apply_step(cache, upload)
             return function(cache, layer, batch, *arrays, **options)
 
-        self.cache, _ = result = run(self.cache, upload, arrays)
+        self.cache, _ = result = self.compiled.setdefault(function, run)(self.cache, upload, arrays)
         return result
 
 
@@ -250,6 +258,14 @@ def test_the_tokens_of_the_highest_scores_are_chosen(name: str, ranks: int) -> N
     heads, width, ratio = 3, spec.head_size, spec.compress_ratio
     keys = {request: np.zeros((0, width)) for request in range(REQUESTS)}
     row = PackedRow(width, 0)
+
+    def choose(cache: Any, layer: str, batch: Any, *arrays: Any) -> Any:
+        if ratio == 1:
+            return jaxkv.top_tokens(cache, layer, batch, *arrays, count=COUNT)
+        ends = (batch.positions + 1) % ratio == 0  # the key of a group is that of its last
+        cache = jaxkv.write_rows(cache, layer, batch, arrays[2], mask=ends)
+        return jaxkv.top_tokens(cache, layer, batch, *arrays[:2], count=COUNT)
+
     for work in ({0: 7, 1: 9}, {0: 5, 1: 1, 2: 2}, {0: 1, 1: 1, 2: 1}, {2: 3, 1: 1, 0: 11}):
         given = np.full((TOKENS, width), np.nan)
         queries = np.full((TOKENS, heads, width), np.nan)
@@ -264,14 +280,6 @@ def test_the_tokens_of_the_highest_scores_are_chosen(name: str, ranks: int) -> N
             new = given[starts[request] :][:count]
             keys[request] = np.concatenate([keys[request], new])
         arrays = [array.astype(np.float32) for array in (queries, weights, given)]
-
-        def choose(cache: Any, layer: str, batch: Any, *arrays: Any) -> Any:
-            if ratio == 1:
-                return jaxkv.top_tokens(cache, layer, batch, *arrays, count=COUNT)
-            ends = (batch.positions + 1) % ratio == 0  # the key of a group is that of its last
-            cache = jaxkv.write_rows(cache, layer, batch, arrays[2], mask=ends)
-            return jaxkv.top_tokens(cache, layer, batch, *arrays[:2], count=COUNT)
-
         _, chosen = server.call(choose, "i", work, *arrays)
         chosen = np.asarray(chosen)
         assert chosen.dtype == np.int32 and (chosen[total:] == -1).all()

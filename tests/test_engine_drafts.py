@@ -24,7 +24,7 @@ from tests.engine_models import (
     make_plan,
 )
 
-ALL, COUNT = tuple(SPECS), 3
+COUNT = 3
 SIZES: dict[str, Any] = {"max_requests": 4, "max_tokens": 8, "head": head}
 Answers = dict[tuple[int, int], jaxkv.Output]
 
@@ -95,7 +95,7 @@ class Knowing:
 
 
 CASES = {
-    "all, few blocks": (ALL, 44, 48, 4),
+    "states, few blocks": (("full", "state"), 30, 48, 4),
     "a window": (("window",), 14, 48, 4),
     "latents alone": (("latent",), 60, 48, 1),
     "two blocks": (("full",), 3, 8, 1),
@@ -120,6 +120,7 @@ def test_drafts_give_the_same_tokens(case: str, monkeypatch) -> None:
         np.testing.assert_allclose(output.logprobs, right[at].logprobs, atol=1e-4)
         assert_details(make_params(), layers, *requests[at[0]], output, atol=2e-4)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.preemptions or "few blocks" not in case
     assert stats.sampled_tokens == sum(len(output.tokens) for output in right.values())
 
 

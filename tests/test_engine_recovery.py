@@ -156,7 +156,7 @@ def test_an_interrupt_in_any_place_changes_no_token(decode_steps: int) -> None:
     with Interrupts() as places:
         served(engine)
     draw = random.Random(0)
-    for _ in range(places.count if IS_LONG else 15):
+    for _ in range(places.count if IS_LONG else 10):
         at = {draw.randrange(places.count) for _ in range(draw.choice([1, 1, 2, 6]))}
         with Interrupts(at):
             told = served(engine)

@@ -37,7 +37,7 @@ ALL: Any = (
     AllowedTokens,
     MinTokens,
 )
-LAYERS = {1: ("full", "window", "latent", "state"), 3: ("full", "state")}
+LAYERS = "full", "state"
 SIZES = {"max_requests": 4, "max_tokens": 16}
 
 
@@ -46,8 +46,9 @@ def make_engine(decode_steps: int = 1, logprobs_mode: Any = "raw") -> jaxkv.Engi
     """Tight, so that requests are preempted."""
     processors = [kind(VOCAB) for kind in ALL]
     sizes = SIZES | {"decode_steps": decode_steps, "logprobs_mode": logprobs_mode}
-    plan = make_plan(LAYERS[decode_steps], 34 if decode_steps == 1 else 28)
-    return jaxkv.Engine(forward, make_params(), plan, logits_processors=processors, **sizes)
+    return jaxkv.Engine(
+        forward, make_params(), make_plan(LAYERS, 28), logits_processors=processors, **sizes
+    )
 
 
 def processed(
@@ -118,7 +119,7 @@ def assert_right(
             assert output.logprobs is not None and abs(output.logprobs[at] - logprob) < 1e-3
 
 
-@pytest.mark.parametrize(("decode_steps", "mode"), [(1, "raw"), (3, "raw"), (1, "processed")])
+@pytest.mark.parametrize(("decode_steps", "mode"), [(1, "raw"), (3, "processed")])
 def test_tokens_are_drawn_from_logits_that_are_processed_by_definition(
     decode_steps: int, mode: str
 ) -> None:
@@ -126,7 +127,7 @@ def test_tokens_are_drawn_from_logits_that_are_processed_by_definition(
     engine = make_engine(decode_steps, mode)
     requests = random_requests(1 + decode_steps, 24)
     outputs = list(engine.generate(*zip(*requests, strict=True)))
-    assert_right(outputs, requests, LAYERS[decode_steps], mode)
+    assert_right(outputs, requests, LAYERS, mode)
     assert engine.stats.preemptions and engine.stats.cached_tokens
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
@@ -142,7 +143,7 @@ def test_tokens_are_drawn_from_logits_that_are_processed_by_definition(
             engine.restart()
         if steps == 20:
             engine.update(make_params(), in_flight="recompute")
-    assert_right(list(told.values()), requests, LAYERS[decode_steps], mode)
+    assert_right(list(told.values()), requests, LAYERS, mode)
 
 
 def test_a_warm_engine_compiles_nothing_for_processors() -> None:
@@ -159,8 +160,9 @@ def test_a_warm_engine_compiles_nothing_for_processors() -> None:
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_two_devices_process_as_one(kind: jax.sharding.AxisType) -> None:
+def test_two_devices_process_as_one() -> None:
+    """On a mesh of explicit axes, which processors do not see."""
+    kind = jax.sharding.AxisType.Explicit
     spec = dataclasses.replace(SPECS["full"], num_kv_heads=1)  # on each of them
     plan = jaxkv.plan_cache({"full": spec}, 2**16, max_model_len=48)
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2], axis_types=(kind,))
