@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ def kernels_run() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def callbacks_of_numpy() -> Iterator[None]:
+def callbacks_of_numpy() -> Generator[None]:
     """Gives callbacks arrays of NumPy: to make jax's of them is most of interpret mode's time."""
     from jax._src import callback
 

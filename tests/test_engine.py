@@ -239,6 +239,14 @@ def engine_with_head() -> jaxkv.Engine:
     return jaxkv.Engine(hidden_states, make_params(), plan, head=head, **SIZES)
 
 
+def without_limits(
+    requests: list[tuple[list[int], Sampling]],
+) -> list[tuple[list[int], Sampling]]:
+    """Returns requests without limits, which would take as long to compile as a layer."""
+    no_limits = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    return [(prompt, dataclasses.replace(sampling, **no_limits)) for prompt, sampling in requests]
+
+
 def random_details(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
     """The same requests, half of which ask for more than tokens."""
     rng, found = np.random.default_rng(seed), []
@@ -255,7 +263,7 @@ def random_details(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
 def test_a_head_computes_the_logits_that_requests_ask_for(monkeypatch) -> None:
     """Of prompts piece by piece; after chunks, forks, hits and preemptions."""
     monkeypatch.setattr(_logprobs, "PIECE", 3)
-    engine, requests = engine_with_head(), random_details(1, 30)
+    engine, requests = engine_with_head(), without_limits(random_details(1, 30))
     assert_right(run(engine, requests), requests, HEADED)
     assert engine.stats.preemptions and engine.stats.cached_tokens
     engine.warm_up(*[sampling for _, sampling in requests])
@@ -279,7 +287,7 @@ def test_logits_of_a_prompt_are_in_memory_piece_by_piece() -> None:
 
 def test_steps_return_details_with_the_tokens_that_they_belong_to() -> None:
     """Those of all outputs of a sample make up what `generate` returns."""
-    engine, requests = engine_with_head(), random_details(4, 10)
+    engine, requests = engine_with_head(), without_limits(random_details(4, 10))
     whole = {(o.request, o.sample): o for o in run(engine, requests)}
     parts: dict[Any, list[Output]] = {name: [] for name in whole}
     for name, (prompt, sampling) in enumerate(requests):

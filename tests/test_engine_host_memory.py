@@ -1,6 +1,5 @@
 """`Engine` with host memory: the same tokens, from blocks that went there and came back."""
 
-import dataclasses
 import functools
 import os
 from collections import Counter
@@ -18,7 +17,7 @@ from jaxkv.pool import TransferError
 from jaxkv.testing import count_compilations
 from tests.engine_models import forward, make_params, make_plan
 from tests.helpers import needs_devices
-from tests.test_engine import assert_right, random_requests
+from tests.test_engine import assert_right, random_requests, without_limits
 
 LAYERS, OF_HEADS = ("full", "state"), ("full",)
 TIGHT = 17  # blocks: requests are preempted
@@ -44,10 +43,7 @@ def make_engine(decode_steps: int, devices: int = 1) -> jaxkv.Engine:
 
 
 def requests_of(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
-    """Returns random requests without limits, which would take as long to compile as a layer."""
-    no_limits = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
-    requests = random_requests(seed, count)
-    return [(prompt, dataclasses.replace(sampling, **no_limits)) for prompt, sampling in requests]
+    return without_limits(random_requests(seed, count))
 
 
 def served(engine: jaxkv.Engine, requests) -> list[jaxkv.Output]:
