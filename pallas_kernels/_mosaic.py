@@ -13,6 +13,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray, core, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 from pallas_kernels import _capability
 from pallas_kernels._tiling import Tiling
@@ -227,6 +228,49 @@ def store(ref: Ref, value: Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:  # jax 0.11 has no optimized store
         ref[...] = value
+
+
+# Thread t of a warpgroup has 2 elements of every 8 columns in rows 16 * (t // 32) + t % 32 // 4,
+# ``half`` 0, and 8 rows below them, ``half`` 1.
+STORE_BEGIN = """{{
+    .reg .b32 t, r, c; .reg .b64 at; .reg .pred p;
+    mov.u32 t, %tid.x;
+    and.b32 r, t, 96;
+    shr.u32 r, r, 1;
+    bfe.u32 c, t, 2, 3;
+    add.u32 r, r, c;
+    add.u32 r, r, {first};
+    setp.lt.u32 p, r, {rows};
+    and.b32 c, t, 3;
+    mad.wide.u32 at, r, {row_bytes}, $0;
+    mad.wide.u32 at, c, 8, at;
+"""
+STORE_PAIR = "    @p st.global.v2.f32 [at + {offset}], {{${low}, ${high}}};\n"
+
+
+def store_first_rows(ref: Ref, value: Array) -> None:
+    """Stores as many rows of float32 sums of wgmma, [64, n], as a reference to rows has."""
+    rows, width = ref.shape
+    if rows == value.shape[0]:
+        return store(ref, value)
+    if not OPERANDS_IN_REGISTERS:
+        ref[...] = value[:rows]
+        return None
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def write(_: Any, target: Any, given: Any) -> None:
+        strides, _ = target.type.get_strides_and_offset()
+        registers = given.registers.reshape(width // 8, 2)
+        for half in range(2 if rows > 8 else 1):
+            words = [
+                vector.extract(register, [], [i]) for register in registers[:, half] for i in (0, 1)
+            ]
+            code = STORE_BEGIN.format(first=8 * half, rows=rows, row_bytes=4 * strides[0])
+            for i in range(width // 8):
+                code += STORE_PAIR.format(offset=32 * i, low=2 * i + 1, high=2 * i + 2)
+            utils.inline_ptx(code + "}", utils.memref_ptr(target), *words, has_side_effects=True)
+
+    write(ref, value)
 
 
 def strip_at(page: int, tiling: Tiling, strip: Array | int) -> pl.Slice:

@@ -131,7 +131,7 @@ def _check_requests(
         seq_lens = seq_lens - first_positions
         chunk_offsets = first_positions % (config.chunk_size or 1)
     rank = 0 if requests.interleaving is None else requests.interleaving.rank
-    seq_lens, rank = jnp.maximum(seq_lens, 0), jnp.asarray(rank, jnp.int32)
+    rank = jnp.asarray(rank, jnp.int32)
     return block_tables, seq_lens, query_start_loc, chunk_offsets, rank
 
 

@@ -31,7 +31,14 @@ from pallas_kernels._paged_attention.shared import (
     row_stride,
     tile_shared,
 )
-from pallas_kernels._paged_attention.tasks import STEP, FixedSplits, TaskMap, Tile, share_out
+from pallas_kernels._paged_attention.tasks import (
+    STEP,
+    FixedSplits,
+    TaskMap,
+    Tile,
+    share_out,
+    spread,
+)
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     Cut,
@@ -54,16 +61,20 @@ def attend_latents(arrays: AttentionArrays, config: Config) -> tuple[Array, Arra
     else:
         tiles, common = cut_queries(arrays, config, Cut(_tile_size(arrays, config))), None
     fixed = FixedSplits.from_config(config, arrays.block_tables.shape[1])
+    if _are_alike(arrays, config, fixed):
+        config = config.replace(causal=False)  # a request's last token sees all keys
     filled = tiles.size * config.group  # rows past the queries of a tile are empty
     shape = _shape(arrays, config, filled)
     numbers = tile_numbers(arrays, shape)
+    given = shape._replace(rows=filled) if filled < ROWS and filled % 8 == 0 else shape
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
         tasks, splits = _decode(arrays, shape, tiles, queries, numbers, fixed)
         tasks = tasks if common is None else common.join(tasks)
-        return combine_latents(config, tasks, splits, numbers[:, : SINKS + filled], out, common)
+        used = numbers[:, : SINKS + filled]
+        return combine_latents(config, tasks, splits, used, out, common, arrays.seq_lens)
 
-    lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), config, fixed)
+    lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, given), config, fixed)
     return written(out), lse_of_tokens(lse, tiles, config)
 
 
@@ -96,11 +107,24 @@ def _decode(
     fixed: FixedSplits | None,
 ) -> tuple[TaskMap, PartialSoftmax[Array]]:
     """Attends from tiles; returns their tasks, and the softmax of each split."""
-    tasks = share_out(tiles, num_workers(shape), used_tokens(arrays), fixed)
-    full, tables = _full_steps(arrays, shape.config, tiles), arrays.block_tables
+    tables, workers = arrays.block_tables, num_workers(shape)
     if shape.steps.by_row:  # whole steps of it are loaded
         tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % STEP)), constant_values=-1)
-    return tasks, decode_latents(shape, tasks, full, tables, queries, arrays.pages, numbers)
+    if _are_alike(arrays, shape.config, fixed):
+        tasks = spread(tables.shape[0], tables.shape[1] // STEP, workers)
+        bounds = arrays.seq_lens
+    else:
+        tasks = share_out(tiles, workers, used_tokens(arrays), fixed)
+        bounds = _full_steps(arrays, shape.config, tiles)
+        bounds = tiles.ends if shape.steps.by_row else bounds
+    return tasks, decode_latents(shape, tasks, bounds, tables, queries, arrays.pages, numbers)
+
+
+def _are_alike(arrays: AttentionArrays, config: Config, fixed: FixedSplits | None) -> bool:
+    """Returns whether each request has one query and about as many keys: tokens chosen for it."""
+    alone = arrays.query_start_loc is None and arrays.shared is None and fixed is None
+    limited = config.sliding_window is not None or config.chunk_size is not None
+    return alone and config.page_tokens == 1 and not limited and config.ranks == 1
 
 
 def _tile_size(arrays: AttentionArrays, config: Config) -> int:

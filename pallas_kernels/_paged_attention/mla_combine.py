@@ -14,12 +14,12 @@ from pallas_kernels._paged_attention.common import PartialSoftmax, add_up, norma
 from pallas_kernels._paged_attention.decode_shape import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.shared import SharedSplits
-from pallas_kernels._paged_attention.tasks import Link, TaskMap, Tile, load_row
+from pallas_kernels._paged_attention.tasks import Even, Link, TaskMap, Tile, load_row
 
-# Splits that are loaded at once, because each load waits long for memory.
-FEW, MANY, MANY_PER_TILE = 2, 8, 4
+# Splits that are loaded at once, because each load waits long for memory: all of 8 tiles.
+FEW, MANY, MANY_PER_TILE = 2, 18, 4
 WORKERS = 128  # threads of a warpgroup
-ROWS = 2  # most rows that a thread block combines, so that more loads overlap
+ROWS = 2  # most rows that a thread block combines, so that more loads overlap; of many splits 1
 
 
 def combine_latents(
@@ -29,23 +29,31 @@ def combine_latents(
     numbers: Array,
     out: Ref,
     shared: SharedSplits | None = None,
+    lens: Array | None = None,
 ) -> Array:
     """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
 
     Args:
       shared: other splits that tiles take a part in, if any; their links are in ``tasks``.
       numbers: as `decode` takes them, for the R rows of queries of a tile.
+      lens: int32[B], the keys of each request; needed if the steps of workers are fixed.
 
     Returns:
       The log-sum-exp, float32[N, 1, R]; undefined for empty tiles.
     """
     num_tiles, rows = tasks.tiles.shape[0], numbers.shape[1] - SINKS
-    rows_each = math.gcd(rows, ROWS)
-    together = MANY if tasks.workers.shape[0] > MANY_PER_TILE * num_tiles else FEW
+    rows_each, together = math.gcd(rows, ROWS), FEW
+    if tasks.workers.shape[0] > MANY_PER_TILE * num_tiles:
+        rows_each, together = 1, MANY
+    even = [lens] if tasks.even is not None and lens is not None else []
+
+    def combine(*refs: Ref) -> None:
+        lens, others = refs[: len(even)], CombineOperands.from_refs(*refs[len(even) :])
+        combiner = _Combiner(config, together, rows_each, others)
+        combiner.run(tasks.even, *lens)
+
     call = plgpu.kernel(
-        lambda *refs: _Combiner(
-            config, together, rows_each, CombineOperands.from_refs(*refs)
-        ).run(),
+        combine,
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
         grid=(rows // rows_each, num_tiles),
         grid_names=("rows", "tile"),
@@ -55,7 +63,7 @@ def combine_latents(
             unsafe_no_auto_barriers=True,  # threads read nothing that other threads write
         ),
     )
-    arrays = [tasks.tiles, numbers, *splits, *(shared.splits if shared else ())]
+    arrays = [*even, tasks.tiles, numbers, *splits, *(shared.splits if shared else ())]
     return call_unfused(call, arrays, [out])[0]
 
 
@@ -69,8 +77,11 @@ class _Combiner:
         vector = math.gcd(4, config.value_width // WORKERS)
         self.layout = plgpu.Layout.WG_STRIDED((config.value_width,), vec_size=vector)
 
-    def run(self) -> None:
+    def run(self, even: Even | None = None, lens: Ref = None) -> None:
         tile = load_row(Tile, self.operands.tiles, self.index)
+        if even is not None:
+            num_splits = even.num_splits(tile, lens[self.index])
+            tile = tile._replace(num_splits=num_splits)
         # Loaded early to hide the latency.
         value_scale = self.operands.numbers[0, VALUE_SCALE]
         sinks = [self.operands.numbers[0, SINKS + row] for row in self.rows]

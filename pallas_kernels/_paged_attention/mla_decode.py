@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float32
 
 from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store, tiled
+from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store, store_first_rows, tiled
 from pallas_kernels._paged_attention import common, mla_rows
 from pallas_kernels._paged_attention.common import PartialSoftmax, add_product, multiply
 from pallas_kernels._paged_attention.decode_shape import SCALE, DecodeShape
@@ -59,7 +59,7 @@ def num_workers(shape: DecodeShape) -> int:
 def decode_latents(
     shape: DecodeShape,
     tasks: TaskMap,
-    full_steps: Array,
+    bounds: Array,
     tables: Array,
     queries: Array,
     pages: StridedPages,
@@ -68,14 +68,15 @@ def decode_latents(
     """Attends from all tiles, and returns the partial softmax of each split.
 
     Args:
-      full_steps: int32[N]; below this step a tile sees all keys, and all of them are in pages.
+      bounds: int32[N]; below this step a tile sees all keys, and all of them are in pages. For
+        pages of one token: the keys that it sees, fewer than ``tasks`` count or as many.
       tables: int32[B, W], the block tables.
-      queries: [N, 1, rows, K].
+      queries: [N, 1, R, K]; R: all rows, or fewer than `ROWS`.
       numbers: as `decode` takes them.
 
     Returns:
-      ``out`` float32[S, rows, V], ``highest`` and ``total`` float32[S, rows]; undefined where S
-      counts more splits than there are.
+      ``out`` float32[S, R, V], ``highest`` and ``total`` float32[S, rows]; undefined where S counts
+      more splits than there are.
     """
     config, rows = shape.config, shape.rows
     results = (tasks.num_splits, rows)
@@ -83,7 +84,9 @@ def decode_latents(
     call = plgpu.kernel(
         lambda *refs: _Decoder(shape, _Operands.from_refs(*refs[:-1]), refs[-1]).run(),
         out_type=[
-            jax.ShapeDtypeStruct((*results, config.value_width), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (tasks.num_splits, queries.shape[2], config.value_width), jnp.float32
+            ),
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ],
@@ -102,7 +105,7 @@ def decode_latents(
         ),
     )
     first_row = pages.first_row().reshape(1)
-    arrays = [tasks.tiles, tasks.workers, full_steps, tables, queries, numbers, first_row]
+    arrays = [tasks.tiles, tasks.workers, bounds, tables, queries, numbers, first_row]
     return PartialSoftmax(*call_unfused(call, [*arrays, *_choose_latents(shape).views(pages)]))
 
 
@@ -111,7 +114,7 @@ class _Operands(NamedTuple):
 
     tiles: Ref
     workers: Ref
-    full_steps: Ref
+    bounds: Ref
     tables: Ref
     queries: Ref
     numbers: Ref
@@ -121,8 +124,8 @@ class _Operands(NamedTuple):
 
     @classmethod
     def from_refs(cls, *refs: Ref) -> Self:
-        tiles, workers, full_steps, tables, queries, numbers, first_row, *rest = refs
-        arrays = tiles, workers, full_steps, tables, queries, numbers, first_row
+        tiles, workers, bounds, tables, queries, numbers, first_row, *rest = refs
+        arrays = tiles, workers, bounds, tables, queries, numbers, first_row
         return cls(*arrays, tuple(rest[:-3]), PartialSoftmax(*rest[-3:]))
 
 
@@ -188,11 +191,17 @@ class _KVSplit:
 
     def __init__(self, decoder: "_Decoder", index: Array) -> None:
         worker, self.index = decoder.worker, index
-        self.tile = tile = load_row(Tile, decoder.operands.tiles, index)
+        tile, self.full_steps = load_row(Tile, decoder.operands.tiles, index), jnp.int32(0)
+        bound = decoder.operands.bounds[index]
         self.begin = jnp.maximum(worker.line_begin, tile.line_begin)
         self.end = jnp.minimum(worker.line_end, tile.line_end)
         self.shift = tile.first_step - tile.line_begin  # from indices on the line to steps
-        self.full_steps = decoder.operands.full_steps[index]
+        if decoder.steps.by_row:
+            tile = tile._replace(end=bound)
+            self.end = jnp.minimum(self.end, lax.div(bound + (STEP - 1), STEP) - self.shift)
+        else:
+            self.full_steps = bound
+        self.tile = tile
         self.number = decoder.number + index
         self.opens: Array | bool = True
         self.closes: Array | bool = True
@@ -245,6 +254,9 @@ class _Decoder:
         if self.paired:
             row = row * 2 + lax.axis_index("pair")
         self.rows = pl.ds(row * ROWS, ROWS)
+        # The others of a thread block are whatever lies in memory: no row depends on another.
+        held = min(operands.queries.shape[2], ROWS)
+        self.held, self.held_rows = held, pl.ds(row * ROWS, held)
         self.first_row = row * ROWS
         self.half = self.config.value_width // HALVES
 
@@ -289,8 +301,9 @@ class _Decoder:
         @pl.when(kv_split.opens)
         def _() -> None:
             pl.when(~first)(lambda: plgpu.barrier_wait(self.smem.query_free))
-            source = self.operands.queries.at[kv_split.index, 0, self.rows]
-            plgpu.copy_gmem_to_smem(source, self.smem.query.at[0], self.smem.query_full)
+            source = self.operands.queries.at[kv_split.index, 0, self.held_rows]
+            target = self.smem.query.at[0, pl.ds(0, self.held)]
+            plgpu.copy_gmem_to_smem(source, target, self.smem.query_full)
 
         load = self._load_rows if self.steps.by_row else self._load_granules
         pl.loop(kv_split.begin, kv_split.end)(lambda line_step: load(kv_split, line_step))
@@ -509,4 +522,5 @@ class _Decoder:
 
     def _store_output(self, kv_split: _KVSplit, half: int, out: Array) -> None:
         columns = pl.ds(half * self.half, self.half)
-        store(self.operands.splits.out.at[kv_split.number, self.rows, columns], out)
+        target = self.operands.splits.out.at[kv_split.number, self.held_rows, columns]
+        store_first_rows(target, out)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Int32
 
@@ -103,11 +104,32 @@ class TaskMap(NamedTuple):
     tiles: a `Tile` per row.
     workers: a `Worker` per row.
     num_splits: the most splits that there can be.
+    even: the steps of each worker, if they are fixed, and more than the tiles may have; else None.
     """
 
     tiles: Int32[Array, "tiles fields"]
     workers: Int32[Array, "workers fields"]
     num_splits: int
+    even: "Even | None" = None
+
+
+class Even(NamedTuple):
+    """The steps of each worker: ``least``, and one more for the first ``longer`` workers."""
+
+    least: Array | int
+    longer: Array | int
+
+    def worker_of(self, index: Array) -> Array:
+        """Returns the worker that takes a step, by its index on the line."""
+        later = index - self.longer * (self.least + 1)
+        shorter = self.longer + lax.div(later, jnp.maximum(self.least, 1))
+        return jnp.where(later < 0, lax.div(index, self.least + 1), shorter)
+
+    def num_splits(self, tile: Tile, length: Array) -> Array:
+        """Returns the splits of a tile that sees the first ``length`` keys alone."""
+        steps = jnp.minimum(lax.div(length + (STEP - 1), STEP), tile.line_end - tile.line_begin)
+        last = self.worker_of(tile.line_begin + steps - 1)
+        return jnp.where(steps > 0, last - self.worker_of(tile.line_begin) + 1, 0)
 
 
 class _Line(NamedTuple):
@@ -177,15 +199,45 @@ def share_out(
     return TaskMap(jnp.stack(tile, axis=1), jnp.stack(worker, axis=1), most)
 
 
+def spread(num_tiles: int, steps: int, num_workers: int) -> TaskMap:
+    """Divides steps of tiles, as many of each and one query of a request, before the call.
+
+    Nothing is computed on the device. A tile may turn out shorter: some workers have less then.
+    """
+    total = num_tiles * steps
+    # No more than it takes for the most steps of one: fewer workers serve two tiles then.
+    num_workers = max(1, -(-total // max(1, -(-total // num_workers))))
+    least, longer = divmod(total, num_workers)
+    workers = np.arange(num_workers)
+    begins = workers * least + np.minimum(workers, longer)
+    ends = begins + least + (workers < longer)
+    first_tiles, last_tiles = begins // max(steps, 1), (ends - 1) // max(steps, 1)
+    busy = begins < ends
+    by_worker = np.where(busy, first_tiles, 0), np.where(busy, last_tiles, -1), begins, ends
+    index = np.arange(num_tiles)
+    first = np.searchsorted(ends, index * steps, side="right")
+    last = np.searchsorted(ends, (index + 1) * steps - 1, side="right")
+    by_tile = dict.fromkeys(Tile._fields, np.zeros_like(index)) | {
+        "request": index,
+        "token": index,
+        "count": np.ones_like(index),
+        "line_begin": index * steps,
+        "line_end": (index + 1) * steps,
+        "first_split": first + index,
+        "num_splits": last - first + 1,
+        "used_tokens": np.full_like(index, num_tiles),
+    }
+    tiles, by_workers = [
+        jnp.asarray(np.stack(columns, axis=1), jnp.int32)
+        for columns in (list(by_tile.values()), by_worker)
+    ]
+    return TaskMap(tiles, by_workers, num_tiles + num_workers, Even(least, longer))
+
+
 def _number_splits(line: _Line, least: Array, longer: Array) -> tuple[Array, Array]:
     """Returns the first split of each tile, and how many it has, if workers decide where."""
-
-    def find_worker(index: Array) -> Array:
-        later = index - longer * (least + 1)
-        shorter = longer + lax.div(later, jnp.maximum(least, 1))
-        return jnp.where(later < 0, lax.div(index, least + 1), shorter)
-
-    first, last = find_worker(line.begins), find_worker(line.ends - 1)
+    even = Even(least, longer)
+    first, last = even.worker_of(line.begins), even.worker_of(line.ends - 1)
     numbers = first + jnp.arange(first.shape[0])
     return numbers, jnp.where(line.ends > line.begins, last - first + 1, 0)
 

@@ -32,6 +32,7 @@ from pallas_kernels._paged_attention.tasks import (
     Worker,
     running_sum,
     share_out,
+    spread,
 )
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
@@ -317,6 +318,25 @@ def test_workers_take_each_step_of_each_tile_once_and_are_equally_long(
         if fixed is not None:
             last = Tile(*np.asarray(tasks.tiles)[-1].tolist())
             assert last.first_split + last.num_splits <= tasks.num_splits == 6 * fixed[1]
+
+
+@pytest.mark.parametrize(("tiles", "steps"), [(8, 32), (3, 5), (64, 32), (1, 7), (5, 0)])
+def test_tiles_of_fixed_steps_are_divided_evenly_and_shorter_ones_have_fewer_splits(
+    tiles: int, steps: int
+) -> None:
+    tasks = spread(tiles, steps, 132)
+    table, workers = np.asarray(tasks.tiles), np.asarray(tasks.workers)
+    check_workers(table, workers, np.zeros(tiles, int), np.full(tiles, steps), None)
+    assert len(workers) <= 132 and tasks.even is not None
+    for index, row in enumerate(table.tolist()):
+        tile = Tile(*row)
+        for length in {0, 1, STEP, STEP * steps // 2 + 1, STEP * steps, STEP * steps + 9}:
+            used = min(-(-length // STEP), steps) + tile.line_begin
+            begins = [max(begin, tile.line_begin) for _, _, begin, _ in workers.tolist()]
+            ends = [min(end, used) for *_, end in workers.tolist()]
+            count = sum(begin < end for begin, end in zip(begins, ends, strict=True))
+            assert tasks.even.num_splits(tile, jnp.int32(length)) == count, (index, length)
+        assert tile.first_split + tile.num_splits <= tasks.num_splits
 
 
 def check_workers(

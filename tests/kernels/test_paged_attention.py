@@ -371,6 +371,7 @@ LATENT_CASES = {
     "rows, speculation": ROWS._replace(heads=16, tokens=12, scaled=True, holes=False),
     "rows, window": ROWS._replace(heads=32, window=70, tokens=30, place="heads apart"),
     "rows, reproducible": ROWS._replace(heads=8, tokens=9, width=3000, reproducible=True),
+    "rows of one token": ROWS._replace(heads=16, width=3000),
     "rows, packed": ROWS._replace(pages=PACKED, width=3000),
     "rows, packed, speculation": ROWS._replace(heads=40, pages=PACKED, tokens=9),
 }
@@ -400,6 +401,11 @@ INTERPRETED_LATENTS = {
     "rows": (
         NARROW._replace(page_tokens=1, width=200, batch=3, tokens=4, holes=True, place="NHD"),
         *([180, 3, 70], [0, 2, 3, 4], 0),
+    ),
+    # The steps of thread blocks are fixed, and some have nothing to do.
+    "rows of one token": (
+        NARROW._replace(page_tokens=1, width=200, batch=4, holes=True, place="NHD"),
+        *([70, 0, 190, 3], None, 0),
     ),
 }
 INTERPRETED_LATENTS_AS = [
