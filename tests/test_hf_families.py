@@ -490,7 +490,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {  # by the __post_init__ of each
     "ministral": (SIZES, "SSSSSSS"),
     "gemma2": (WINDOW, "SFSFSFS"),
     "gemma3_text": ({**WINDOW, "sliding_window_pattern": 3}, "SSFSSFS"),
-    "gemma3n_text": (WINDOW, "SSSSFSS"),
+    "gemma3n_text": ({**WINDOW, "num_kv_shared_layers": 0}, "SSSSFSS"),
     "gemma4_text": ({**WINDOW, "_sliding_window_pattern": 7, "global_head_dim": 64}, "SSSSSSF"),
     "cohere2": ({**WINDOW, "layer_switch": 3}, "SSFSSFS"),
     "exaone4": ({**WINDOW, "sliding_window_pattern": "LLG"}, "SSFSSFS"),
@@ -541,13 +541,13 @@ def test_layers_have_the_kind_that_the_class_gives_them(model_type: str) -> None
 FULL_WITHOUT_WINDOW = set(
     """
     qwen2 dots1 mistral ministral ministral3 phi3 phi3_v phi4mm mixtral starcoder2 phi4_multimodal
-    phimoe exaone4 exaone_moe
+    phimoe exaone4 exaone_moe cohere_compass_text
     """.split()
 )
 REFUSED_WITHOUT_WINDOW = set(
     """
-    gemma2 vaultgemma gpt_oss gemma3_text gemma3n_text gemma4_text cohere2 cohere_compass_text olmo3
-    afmoe cwm granite_swa granitemoe_swa
+    gemma2 vaultgemma gpt_oss gemma3_text gemma3n_text gemma4_text cohere2 olmo3 afmoe
+    cwm granite_swa granitemoe_swa
     """.split()
 )
 

@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as hst
 
 from jaxkv._src.hf_config import count_weights, load_config
-from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
+from jaxkv._src.hf_config._fields import inner_config, nested
+from jaxkv._src.hf_config._weights._feed_forward import (
+    DENSE_WIDTH,
+    EXPERT_WIDTH,
+    dense,
+    expert_layers,
+    experts,
+)
 from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
+from jaxkv._src.hf_config._weights._needed import NEEDED
 from jaxkv._src.hf_config._weights._quantization import (
     EXPERTS,
     HEAD,
@@ -22,7 +30,7 @@ from jaxkv._src.hf_config._weights._quantization import (
     Scheme,
     read_scheme,
 )
-from jaxkv._src.hf_config._weights._traits import t5, whisper
+from jaxkv._src.hf_config._weights._traits import ASSUMED, t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
 PRESETS = tuple(GOLDEN["presets"])
@@ -156,8 +164,33 @@ def test_parameters_equal_the_model_classes() -> None:
     assert not off
 
 
+# What a class assumes, but for these, no other field of a file tells.
+TELLING = {*itertools.chain(*NEEDED), *DENSE_WIDTH, *EXPERT_WIDTH}
+
+
+def test_a_size_that_a_file_leaves_out_is_refused_or_the_one_that_its_class_assumes() -> None:
+    for model in GOLDEN["models"]:
+        *_, inner = nested(model["config"])
+        parameters = count_weights(model["config"]).parameters
+        assumed = ASSUMED.get(str(inner.get("model_type")), {})
+        for field in TELLING & {*inner} - {*assumed}:
+            less = without(model["config"], field)
+            try:
+                counted = count_weights(less).parameters
+            except ValueError:
+                continue
+            assert counted == parameters, (model["config"], field)
+
+
+def without(config: dict[str, Any], field: str) -> dict[str, Any]:
+    """The configuration without a field of its language model."""
+    if (found := inner_config(config)) is None:
+        return {name: value for name, value in config.items() if name != field}
+    return {**config, found[0]: without(dict(found[1]), field)}
+
+
 LATENT = {"kv_lora_rank": 5, "qk_rope_head_dim": 4, "qk_nope_head_dim": 11, "v_head_dim": 13}
-LATENT |= {"first_k_dense_replace": 1, "n_routed_experts": 0}
+LATENT |= {"first_k_dense_replace": 1, "n_routed_experts": 0, "n_shared_experts": None}
 AFTER_QUERIES = 7 * (5 + 4) + 5 * 3 * (11 + 13) + 3 * 13 * 7
 LOW_RANK = 7 * 17 + 17 * 3 * (11 + 4)
 MIXERS: dict[str, tuple[dict[str, Any], int]] = {  # of one layer, 7 wide, of 3 heads
@@ -180,6 +213,7 @@ MIXERS: dict[str, tuple[dict[str, Any], int]] = {  # of one layer, 7 wide, of 3 
             **{"linear_num_key_heads": 2, "linear_key_head_dim": 3, "linear_conv_kernel_dim": 4},
             **{"linear_num_value_heads": 4, "linear_value_head_dim": 5, "num_experts": 0},
             **{"layer_types": ["linear_attention"], "num_key_value_heads": 3, "head_dim": 8},
+            "shared_expert_intermediate_size": 0,
         },
         7 * (2 * 6 + 2 * 20) + 7 * 2 * 4 + (2 * 6 + 20) * 4 + 20 * 7,
     ),
@@ -260,7 +294,7 @@ def test_the_matrices_of_experts_equal_a_count_by_hand(
     ],
 )
 def test_a_dense_layer_is_as_wide_as_its_fields_say(fields: dict[str, Any], width: int) -> None:
-    of = Fields("any", {"hidden_size": 7, "num_hidden_layers": 4} | fields)
+    of = Fields("gpt2", {"hidden_size": 7, "num_hidden_layers": 4} | fields)
     (up, down) = dense(of, 3, gated=False)
     assert (up.outputs, up.inputs, down.outputs, down.inputs) == (width, 7, 7, width)
     if "num_kv_shared_layers" in fields:
@@ -525,6 +559,7 @@ def test_layers_that_read_the_cache_of_another_have_no_keys_and_values() -> None
     config = {"model_type": "gemma4_text", "hidden_size": 7, "num_hidden_layers": 6, "head_dim": 5}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "global_head_dim": 11}
     config |= {"sliding_window": 8, "vocab_size": 0, "intermediate_size": 0}
+    config |= {"hidden_size_per_layer_input": 0}
     config |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
     sliding, full = 7 * 5 * 2 * (2 + 1), 7 * 11 * 2 * (2 + 1)
     shared = 7 * 5 * 2 * 2 + 7 * 11 * 2 * 2

@@ -90,6 +90,12 @@ def cohere2(reader: ConfigReader, options: Options) -> Layers:
     return dense(reader, options, rule=periodic(4, "sliding_window_pattern"))
 
 
+def listed_or_full(reader: ConfigReader, options: Options) -> Layers:
+    """Cohere Compass: layers as ``layer_types`` lists them, or full attention in all."""
+    reader.default(layer_types=[FULL] * reader.layer_count())
+    return dense(reader, options, rule=by_list)
+
+
 def cohere2_moe(reader: ConfigReader, options: Options) -> Layers:
     """Cohere2 with experts: ``layer_types`` only, because the first layers follow another rule."""
     if reader.value("layer_types") is None:
@@ -111,6 +117,7 @@ def dory(reader: ConfigReader, options: Options) -> Layers:
     ``n_recurrent_layers`` has a cache of its own, named like a layer behind the last one, unless
     ``recurrent_kv_cache_mode`` is "last_loop".
     """
+    reader.default(n_input_layers=8, n_output_layers=8, n_recurrent_loops=2)
     count = reader.layer_count()
     kinds = reader.layer_kinds({FULL: FULL, SLIDING: SLIDING, "mlp": "mlp"})
     once = attention_layers(reader, options, [k if k != "mlp" else FULL for k in kinds], given)

@@ -92,7 +92,7 @@ DENSE: Mapping[str, Family] = {
         _dense_family(same=HEADS),
     ),
     "doge": _dense_family(same=HEADS, ignored=("keep_window_size",)),
-    "exaone": _dense_family(same=HEADS, names=NUM_LAYERS),
+    "exaone": _dense_family(names=NUM_LAYERS),
     "qwen": _dense_family(same=HEADS, names={"kv_channels": "head_dim"}),
     **_each(
         "hunyuan hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
@@ -153,7 +153,8 @@ DENSE: Mapping[str, Family] = {
     "gemma4_text": Family(read=_gemma.gemma4),
     "gemma4_unified_text": Family(read=_gemma.gemma4, dtype="bfloat16"),
     "llama4_text": Family(read=_gemma.llama4),
-    **_each("cohere2 cohere_compass_text", Family(read=_dense.cohere2, same=HEADS, names=SWITCH)),
+    "cohere2": Family(read=_dense.cohere2, same=HEADS, names=SWITCH),
+    "cohere_compass_text": Family(read=_dense.listed_or_full, same=HEADS),
     "cohere2_moe": Family(read=_dense.cohere2_moe, same=HEADS, names=SWITCH),
     **_each(
         "exaone4 exaone_moe",
@@ -285,7 +286,7 @@ ENCODERS: Mapping[str, Family] = {
         "t5 mt5 umt5 longt5 switch_transformers",
         Family(read=_encoder_decoder.t5, encoder="tokens"),
     ),
-    "mllama_text_model": Family(read=_encoder_decoder.mllama, encoder="tiles", same=HEADS),
+    "mllama_text_model": Family(read=_encoder_decoder.mllama, encoder="tiles"),
 }
 FAMILIES: Mapping[str, Family] = {**DENSE, **LATENT, **STATES, **ENCODERS}
 

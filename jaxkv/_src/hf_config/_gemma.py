@@ -44,6 +44,7 @@ def gemma3(reader: ConfigReader, options: Options) -> Layers:
 
 def gemma3n(reader: ConfigReader, options: Options) -> Layers:
     """Gemma 3n: four layers with a window, then a full one; the last ones own no cache."""
+    reader.count("num_kv_shared_layers")  # the class assumes 15
     kinds = window_kinds(reader, periodic(5, "_sliding_window_pattern"))
     return share_last(reader, kinds, attention_layers(reader, options, kinds, given))
 

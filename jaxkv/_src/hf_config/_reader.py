@@ -18,6 +18,7 @@ from jaxkv._src.hf_config._fields import (
     outside,
     unread,
 )
+from jaxkv._src.hf_config._wrappers import OWN_SIZES
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.text import shown
 from jaxkv._src.specs import canonical_dtype
@@ -45,7 +46,8 @@ class ConfigReader:
         if family is not None:
             self._rename(family.names)
             self.default(**family.defaults)
-            self.default(**family.inner if self.wrapper else {})
+            sized_by_class = self.wrapper is not None and self.wrapper not in OWN_SIZES
+            self.default(**family.inner if sized_by_class else {})
             self.ignore(*family.ignored)
             for name, other in family.same.items():
                 if self._fields.get(name) is None:

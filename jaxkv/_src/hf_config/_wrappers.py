@@ -62,5 +62,7 @@ WRAPPED = {
     "qwen3_vl_text": "cosmos3_omni",
     "step3p5": "step3p7",
 }
+# Wrappers that do not leave sizes to the class of their language model.
+OWN_SIZES = "glmasr", "voxtral"
 WRAPPERS = {name: f"{name}_text" for name in TEXT.split()}
 WRAPPERS |= {name: inner for inner, names in WRAPPED.items() for name in names.split()}

@@ -14,6 +14,7 @@ from jaxkv._src.hf_config._reader import QUANTIZATION
 from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, Placed
 from jaxkv._src.hf_config._weights._mixers import mixers
+from jaxkv._src.hf_config._weights._needed import check_needed
 from jaxkv._src.hf_config._weights._quantization import Scheme, read_scheme
 from jaxkv._src.hf_config._weights._stages import (
     Part,
@@ -64,6 +65,7 @@ def count_weights(config: Mapping[str, object], *, drafts: bool = False) -> Weig
     quantization = fields.first(*QUANTIZATION)
     within = quantization.get("expert_dtype") if isinstance(quantization, Mapping) else None
     scheme = read_scheme(quantization, fields.first("expert_dtype") or within)
+    check_needed(fields)
     placed = list(_matrices(config, fields, drafts=drafts))
     _check_sizes(fields)
     parts = [

@@ -20,13 +20,24 @@ DENSE_WIDTH = tuple(
     ffn_hidden_size decoder_ffn_dim d_ff block_ff_dim
     """.split()
 )
+# Classes whose dense layers are four hidden sizes wide where a file does not say.
+FOUR_TIMES = frozenset("bloom codegen falcon gpt2 gpt_bigcode gpt_neo gptj mpt".split())
+# Classes whose experts are as wide as ``intermediate_size``.
+AS_WIDE = frozenset(
+    """
+    aria_text cohere2_moe dbrx flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid
+    granitemoeshared hunyuan_v1_moe jamba llama4_text minimax minimax_m1 minimax_m2 minimax_m3_text
+    minimax_m3_vl_text minimax_text_01 mixtral olmoe phimoe
+    """.split()
+)
 FIRST = tuple("first_k_dense_replace num_dense_layers moe_layer_start_index dense_mlp_idx".split())
 STEP = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
 
 
 def dense(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
-    """Yields the matrices of a dense feed-forward layer, by default four hidden sizes wide."""
-    width = fields.number(*DENSE_WIDTH, default=4 * fields.hidden, layer=layer)
+    """Yields the matrices of a dense feed-forward layer."""
+    default = 4 * fields.hidden if fields.model_type in FOUR_TIMES else None
+    width = fields.number(*DENSE_WIDTH, default=default, layer=layer)
     if fields.first("use_double_wide_mlp"):  # Gemma 4, in layers that read another's cache
         shared = fields.number("num_kv_shared_layers", default=0)
         width *= 1 + (layer >= fields.num_layers - shared)
@@ -42,7 +53,7 @@ def experts(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
     name, hidden = f"layers.{layer}.mlp", fields.hidden
     fields.read.update(DENSE_WIDTH)  # where no layer is dense
     count = fields.number(*EXPERTS, layer=layer)
-    names = EXPERT_WIDTH[:1] if fields.first(*FIRST) else EXPERT_WIDTH  # others size dense layers
+    names = EXPERT_WIDTH if fields.model_type in AS_WIDE else EXPERT_WIDTH[:1]
     width = fields.number(*names, layer=layer)
     yield Matrix(f"{name}.gate", count, hidden, "other", max_ranks=WHOLE)
     # Nemotron 3 and Kimi-K3: experts behind a projection, which Kimi-K3 does not quantise.

@@ -66,6 +66,15 @@ def feed_forward(
     yield Matrix(f"{name}.down_proj", hidden, width, role, count)
 
 
+# Names that a refusal shows, of several for the same.
+USUAL = frozenset(
+    """
+    first_k_dense_replace intermediate_size moe_intermediate_size n_shared_experts
+    num_attention_heads num_experts num_hidden_layers
+    """.split()
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Fields:
     """The fields of a configuration, which have several names among families.
@@ -120,12 +129,22 @@ class Fields:
             value = listed[layer]
         if value is None and default is not None:
             return default
+        if all(name not in self.values for name in names):
+            raise self.lacks(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"{names[0]}={value!r} does not give the sizes of the weights of "
                 f"model_type={self.model_type!r}: it must be an int of at least {least}"
             )
         return value
+
+    def lacks(self, *names: str) -> ValueError:
+        """Returns the error for a file with none of these fields."""
+        known = next((name for name in names if name in USUAL), names[0])
+        return ValueError(
+            f"the configuration lacks {known!r}, which sizes the weights of "
+            f"model_type={self.model_type!r}; add it, as the model has it"
+        )
 
     @property
     def hidden(self) -> int:

@@ -130,7 +130,7 @@ def _projector(fields: Fields, width: int, text_width: int) -> Iterable[Matrix]:
         yield Matrix(f"{name}.downsample", text_width, 4 * width, "tower")
         yield from feed_forward(name, text_width, inner, gated=True, role="tower")
     elif fields.model_type in ALIGNED:
-        inner = fields.number("alignment_intermediate_size", default=2 * text_width)
+        inner = fields.number("alignment_intermediate_size", default=36_864)
         merged = width * fields.number("downsample_factor", default=2) ** 2
         yield Matrix(f"{name}.fc1", inner, merged, "tower")
         yield Matrix(f"{name}.fc2", text_width, inner // 2, "tower")

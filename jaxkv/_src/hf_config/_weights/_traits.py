@@ -48,11 +48,11 @@ PLAIN = """
     helium diffllama bitnet iquestcoder flex_olmo laguna mistral4 pangu_ultra_moe step3p5
     axk2 deepseek_v41_text dots3_note_text hy_v4 hy_v4_vl_text inkling_text inkling2_text
     minimax_m3_text minimax_m3_vl_text mistral_large4_text sarvam_mla sarvam_moe aria_text flint
-    granite_swa granitemoe_swa kolibri1 mellum
+    granitemoe_swa kolibri1 mellum hunyuan_v1_dense hunyuan_v1_moe
 """
 TIED = """
     gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
-    hunyuan_v1_dense hunyuan_v1_moe youtu vaultgemma gemma4_unified_text
+    granite_swa youtu vaultgemma gemma4_unified_text
 """
 TRAITS = {
     **dict.fromkeys(PLAIN.split(), Traits()),
@@ -99,13 +99,25 @@ TRAITS = {
 }
 # Sizes that the class assumes where a file has none.
 OF_M3 = {"dense_intermediate_size": 12288, "shared_intermediate_size": 3072}
-ASSUMED: Mapping[str, Mapping[str, int]] = {
+WIDTHS = {
+    **{"beam": 20480, "diffllama": 8192, "exaone4": 16384, "exaone_moe": 16384, "gemma": 24576},
+    **{"gemma2": 9216, "gemma3_text": 9216, "gemma4_text": 9216, "gemma4_unified_text": 9216},
+    **{"gpt_neox": 24576, "kimi_linear": 9216, "laguna": 8192, "llama": 11008, "mistral": 14336},
+    **{"mimo_v2_flash": 16384, "persimmon": 16384, "phi": 8192, "qwen2": 22016},
+    **{"starcoder2": 12288, "vaultgemma": 9216},
+}
+ASSUMED: Mapping[str, Mapping[str, int | str]] = {
     **{name: OF_M3 for name in ("minimax_m3_text", "minimax_m3_vl_text")},
     **{
         name: {"first_k_dense_replace": 1}
         for name in "axk2 dots3_note_text hy_v4 hy_v4_vl_text mistral_large4_text".split()
     },
     "glm5_next_text": {"first_k_dense_replace": 3},
+    **{name: {"feed_forward_proj": "gated-gelu"} for name in ("mt5", "umt5")},
+    **{name: {"d_rel": 16} for name in ("inkling_text", "inkling2_text")},
+    **{name: {"intermediate_size": width} for name, width in WIDTHS.items()},
+    "opt": {"ffn_dim": 3072},
+    "lfm2": {"block_auto_adjust_ff_dim": True},
 }
 WITHOUT_FEED_FORWARD = {"mamba", "mamba2", "falcon_mamba"}
 
