@@ -544,6 +544,16 @@ REFUSALS = {
     "use_sliding_window=True": preset("qwen3-235b-a22b", use_sliding_window=True),
     "layer_types": preset("qwen3-8b", layer_types=["mamba"] * 36),
     "dual_chunk_attention_config": preset("qwen3-8b", dual_chunk_attention_config={"a": 1}),
+    "an encoder, which attends in both directions, keeps no cache": {
+        **load_config("gemma-3-4b")["text_config"],
+        **{"model_type": "gemma3_text", "use_bidirectional_attention": True},
+    },
+    "full_attn_mod=2 is not understood": llama(model_type="phi3", full_attn_mod=2),
+    "diffusers writes such a file, of a FluxPipeline": {"_class_name": "FluxPipeline"},
+    "an adapter; pass the config.json of its base model, a/b": {
+        **{"peft_type": "LORA", "base_model_name_or_path": "a/b"},
+    },
+    "pass the config.json of Transformers": {"dim": 5120, "n_layers": 40},
     "use_bidirectional_attention='all'": preset("gemma-2-9b", use_bidirectional_attention="all"),
     "head_dim'": preset("gemma-2-9b", head_dim=None),
     "v_head_dim=64": llama(v_head_dim=64),

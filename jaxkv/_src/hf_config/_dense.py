@@ -90,6 +90,18 @@ def cohere2(reader: ConfigReader, options: Options) -> Layers:
     return dense(reader, options, rule=periodic(4, "sliding_window_pattern"))
 
 
+def phi3(reader: ConfigReader, options: Options) -> Layers:
+    """Phi-3 and Phi-4: a window in every layer, or in none where the field is null."""
+    reader.expect("full_attn_mod", 1)  # of each so many layers one is full
+    return dense(reader, options, rule=all_windowed)
+
+
+def ernie_moe(reader: ConfigReader, options: Options) -> Layers:
+    """ERNIE 4.5 with experts: full attention in every layer."""
+    reader.expect("compression_ratio", 1)  # of lengths
+    return dense(reader, options)
+
+
 def listed_or_full(reader: ConfigReader, options: Options) -> Layers:
     """Cohere Compass: layers as ``layer_types`` lists them, or full attention in all."""
     reader.default(layer_types=[FULL] * reader.layer_count())

@@ -101,11 +101,11 @@ DENSE: Mapping[str, Family] = {
     # The same, but a file must name its KV heads, because the class assumes another number.
     **_each(
         """
-        bitnet chameleon emu3_text_model ernie4_5_moe ernie4_5_vl_moe_text glm4v_text
-        glm_ocr_text granite_docling_text stablelm
+        bitnet chameleon emu3_text_model glm4v_text glm_ocr_text granite_docling_text stablelm
         """,
         _dense_family(),
     ),
+    **_each("ernie4_5_moe ernie4_5_vl_moe_text", Family(read=_dense.ernie_moe)),
     **_each("glm4_moe glm4v_moe_text", _dense_family(attention=_dense.floored)),
     # The same, and a file must name head_dim as well.
     **_each(
@@ -139,8 +139,9 @@ DENSE: Mapping[str, Family] = {
         read=_dense.mistral,
         inner={**SEVEN_BILLION, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     ),
-    **_each("phi3 phi3_v phi4mm", _dense_family(rule=all_windowed, same=HEADS)),
-    **_each("mixtral starcoder2 phi4_multimodal phimoe", _dense_family(rule=all_windowed)),
+    **_each("phi3 phi3_v phi4mm", Family(read=_dense.phi3, same=HEADS)),
+    "phi4_multimodal": Family(read=_dense.phi3),
+    **_each("mixtral starcoder2 phimoe", _dense_family(rule=all_windowed)),
     "ministral3": _dense_family(rule=all_windowed, attention=_dense.given),
     "ministral": Family(read=_dense.mistral),
     # Layers with a window and full layers in turn.
@@ -178,6 +179,14 @@ DENSE: Mapping[str, Family] = {
             "num_attention_groups": "num_key_value_heads",
             "moe_num_experts": "n_routed_experts",
         },
+    ),
+    "step3_text": _dense_family(
+        attention=_dense.given,
+        names={
+            "num_attention_groups": "num_key_value_heads",
+            "max_position_embedding": "max_position_embeddings",
+        },
+        ignored=("num_dense_kv_a_proj",),
     ),
     "dory": Family(read=_dense.dory),
     **_each("minimax_m3_text minimax_m3_vl_text", Family(read=_indexed.minimax_m3)),
@@ -267,7 +276,7 @@ STATES: Mapping[str, Family] = {
     "falcon_h1": Family(read=_mamba.falcon_h1),
     "nemotron_h": Family(read=_mamba.nemotron_h),
     "zamba": Family(read=_zamba.zamba),
-    "zamba2": Family(read=_zamba.zamba2),
+    "zamba2": Family(read=_zamba.zamba2, names={"state_size": "mamba_d_state"}),
     **_each("lfm2 lfm2_moe lfm3", Family(read=_convolutions.lfm2)),
     "recurrent_gemma": Family(
         read=_convolutions.recurrent_gemma, same=HEADS, names={"_block_types": "block_types"}

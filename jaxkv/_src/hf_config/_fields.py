@@ -34,7 +34,8 @@ HARMLESS = frozenset(
     bias_linear tp_columnwise_linear linear_a_log_max linear_a_log_min linear_dt_max linear_dt_min
     linear_allow_neg_eigval linear_use_gate compressor_rope_theta num_kv_groups linear_dt_init_floor
     moe_layer_interval mla_scale_kv_lora conv_use_xavier_init
-    index_share_for_mtp_iteration linear_silu share_encoder_decoder_embeddings
+    index_share_for_mtp_iteration linear_silu share_encoder_decoder_embeddings spatial_conv_size
+    temporal_conv_size
     """.split()
 )
 

@@ -37,6 +37,9 @@ def gemma(reader: ConfigReader, options: Options) -> Layers:
 
 def gemma3(reader: ConfigReader, options: Options) -> Layers:
     """Gemma 3: five layers with a window, then a full one (``sliding_window_pattern`` 6)."""
+    if reader.value("use_bidirectional_attention") is True:  # EmbeddingGemma
+        reason = "an encoder, which attends in both directions, keeps no cache"
+        raise reader.refusal("use_bidirectional_attention", reason)
     reader.expect("use_bidirectional_attention", False)
     rule = periodic(6, "_sliding_window_pattern", "sliding_window_pattern")
     return dense(reader, options, rule=rule, attention=given)

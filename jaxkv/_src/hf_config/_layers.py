@@ -90,6 +90,8 @@ def _not_understood(config: Config, model_type: str) -> ValueError:
     if model_type in REFUSED:
         return ValueError(f"model_type={model_type!r} is refused: {REFUSED[model_type]}. {by_hand}")
     if config.get("model_type") is None and not config.get("architectures"):
+        if reason := _other_file(config):
+            return ValueError(f"config is no config.json of a language model: {reason}")
         given = ", ".join(sorted(map(str, config))[:8]) or "nothing"
         return ValueError(
             f"config has no model_type, as every config.json of Hugging Face has; it has {given}. "
@@ -103,6 +105,24 @@ def _not_understood(config: Config, model_type: str) -> ValueError:
         f"{config.get('architectures')}) is not understood; the nearest of {len(known)} that are: "
         f"{', '.join(nearest)}. {by_hand}"
     )
+
+
+def _other_file(config: Config) -> str | None:
+    """Returns what a file without a model type is, and which one to take; None: unknown."""
+    if "_class_name" in config or "_diffusers_version" in config:
+        return (
+            f"diffusers writes such a file, of a {config.get('_class_name')}. It denoises and "
+            "keeps no cache; plan the config.json of a language model inside of it, if it has one"
+        )
+    if "peft_type" in config:
+        base = config.get("base_model_name_or_path")
+        return f"it is an adapter; pass the config.json of its base model, {base}"
+    if {"dim", "n_layers"} <= {*config}:
+        return (
+            "it is a params.json, in a form of the model's makers; pass the config.json of "
+            "Transformers, in the same repository or in one whose name ends in -HF or -hf"
+        )
+    return None
 
 
 def _nearest(model_type: str, architectures: object, known: Sequence[str]) -> list[str]:

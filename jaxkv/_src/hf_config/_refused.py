@@ -3,6 +3,8 @@
 ENCODER = "it is an encoder, which attends in one pass and keeps no cache"
 CODES = "its positions are audio codes of several tokens each, next to codes of its input"
 FRAMES = "its encoder reads audio frames, and its configuration does not name their number"
+SEES = "it is an encoder of images or sounds, which attends in one pass and keeps no cache"
+DENOISES = "it denoises a text, or a block of it, at once and appends no tokens"
 OTHER_ENCODER = "it combines two models, and its cache depends on the other one"
 OWN_STATE = "its recurrent state has a form that no layer spec describes"
 DRAFT = "it drafts for another model and reads that model's cache"
@@ -19,10 +21,22 @@ REFUSED = {
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert
         roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod
         distilbert albert deberta deberta-v2 mpnet modernbert eurobert longformer nomic_bert
-        embedding_gemma2
+        embedding_gemma2 convbert esm flaubert fnet funnel ibert jina_embeddings_v3 layoutlm
+        layoutlmv2 layoutlmv3 lfm2_bidirectional luke mobilebert mra new nystromformer splinter
+        squeezebert yoso
         """,
         ENCODER,
     ),
+    **_all(
+        """
+        beit chinese_clip clap clip convnext convnextv2 data2vec-audio data2vec-vision deit
+        depth_anything detr dinov2 dinov3_convnext dinov3_vit grounding-dino hiera hubert
+        mask2former parakeet_ctc parakeet_encoder resnet rf_detr rt_detr sam sam2 sam3 segformer
+        siglip siglip2 swin swinv2 unispeech vit vjepa2 wav2vec2 wav2vec2-bert wavlm
+        """,
+        SEES,
+    ),
+    **_all("Dream llada llada2_moe sdar sdar_moe", DENOISES),
     **_all("moshi musicgen musicgen_melody csm dia bark kyutai_speech_to_text vibevoice", CODES),
     **_all(
         """
@@ -32,7 +46,7 @@ REFUSED = {
         FRAMES,
     ),
     **_all("trocr encoder-decoder speech-encoder-decoder vision-encoder-decoder", OTHER_ENCODER),
-    **_all("rwkv xlstm zaya", OWN_STATE),
+    **_all("rwkv rwkv5 rwkv6 rwkv7 xlstm zaya", OWN_STATE),
     **_all("gemma4_assistant gemma4_unified_assistant muse_glimmer_assistant", DRAFT),
     **_all("blip evolla florence2 idefics pix2struct pp_formulanet udop", IMAGES),
     **_all("t5gemma t5gemma2", "its decoder attends to itself and to its encoder at once"),

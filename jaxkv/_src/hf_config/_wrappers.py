@@ -60,6 +60,7 @@ WRAPPED = {
     "qwen3_5_text": "minicpm_ocr minicpmv4_6 minicpmv4_7",
     "qwen3_omni_moe_text": "qwen3_omni_moe_thinker",
     "qwen3_vl_text": "cosmos3_omni",
+    "step3_text": "step3_vl",
     "step3p5": "step3p7",
 }
 # Wrappers that do not leave sizes to the class of their language model.

@@ -19,7 +19,7 @@ def zamba(reader: ConfigReader, options: Options) -> Layers:
 
 def zamba2(reader: ConfigReader, options: Options) -> Layers:
     """Zamba2: mamba2 in every layer; full attention comes before it in ``hybrid`` layers."""
-    reader.ignore("hybrid_layer_ids", "chunk_size", "kv_channels", "mamba_dt_rank")
+    reader.ignore("hybrid_layer_ids", "chunk_size", "kv_channels", "mamba_dt_rank", "lora_rank")
     hidden = reader.number("hidden_size")
     inner, mamba_heads = reader.number("mamba_expand") * hidden, reader.number("n_mamba_heads")
     width = reader.number("mamba_headdim", default=inner // mamba_heads or None)

@@ -18,7 +18,8 @@ SIZED = re.compile(r"(^|_)(size|dim|rank|width|embeddings|hidden|inner|ffn)s?$")
 # Fields that match and size none, or one that is less than a thousandth of a model.
 UNSIZED = frozenset(
     """
-    attention_head_dim attention_hidden_size attention_window_size attn_res_block_size block_size
+    attention_head_dim attention_hidden_size attention_window_size attn_res_block_size block_dim
+    block_size
     candidate_block_size chunk_size classifier_proj_size dspark_block_size dspark_markov_rank
     engram_compressed_vocab_size engram_max_ngram_size engram_vocab_size gated_norm_rank
     group_norm_size head_dim index_block_size layer_group_size mamba_chunk_size
