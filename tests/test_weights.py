@@ -30,6 +30,7 @@ from jaxkv._src.hf_config._weights._quantization import (
     Scheme,
     read_scheme,
 )
+from jaxkv._src.hf_config._weights._towers import towers
 from jaxkv._src.hf_config._weights._traits import ASSUMED, t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
@@ -310,6 +311,45 @@ def test_towers_keep_their_dtype_where_the_layers_are_quantised() -> None:
     assert len(wrappers) > 20
     for config in wrappers:
         assert saved_bytes(config) == saved_bytes(config | {"vision_config": None}), config
+
+
+OWN_TOWERS: dict[str, tuple[dict[str, int | list[str] | dict[str, Any]], int]] = {
+    "dots3_note_vision_encoder": (  # a dense layer, one of 3 experts and one of 5
+        {
+            **{"hidden_size": 7, "num_hidden_layers": 3, "intermediate_size": 11},
+            **{"moe_intermediate_size": 13, "num_local_experts": 5, "patch_size": 2},
+            **{"mlp_layer_types": ["dense", "sparse", "sparse"]},
+            **{"per_layer_config": {"1": {"num_local_experts": 3}}},
+            **{"adapter_in_dim": 7, "adapter_merge_size": 2, "adapter_out_dim": 17},
+        },
+        3 * 4 * 49 + 3 * 7 * 11 + 8 * (7 + 3 * 7 * 13) + 7 * 12 + 28 * (28 + 17),
+    ),
+    "dots3_note_audio_encoder": (
+        {
+            **{"hidden_size": 7, "num_hidden_layers": 2, "intermediate_size": 11},
+            **{"downsample_hidden_size": 5, "conv_output_size": 20},
+            **{"adapter_input_size": 7, "adapter_out_dim": 17},
+        },
+        2 * (4 * 49 + 3 * 7 * 11) + 9 * (5 + 25 + 25) + 20 * 7 + 17 * (7 + 17),
+    ),
+    "inkling_audio": ({"n_mel_bins": 3, "mel_vocab_size": 5, "text_hidden_size": 7}, 3 * 5 * 7),
+    # Scales of 1, 25, 100 pixels and 200 of two frames, in 3, 128, 320 and 640 channels; the layers
+    # are nearest to 1, 600^(1/6) = 2.9, 8.4, 24.5, 71, 207 and 600 pixels.
+    "inkling_vision": (
+        {
+            **{"patch_size": 10, "temporal_patch_size": 2, "num_channels": 3, "n_layers": 6},
+            "text_hidden_size": 7,
+        },
+        3 * 3 + 3 * 25 * 128 + 128 * 128 + 128 * 4 * 320 + 320 * 2 * 640 + 640 * 7,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_TOWERS)
+def test_a_tower_of_its_own_kind_equals_a_count_by_hand(kind: str) -> None:
+    fields, parameters = OWN_TOWERS[kind]
+    config = {"model_type": "dots3_note", "vision_config": {"model_type": kind, **fields}}
+    assert sum(m.parameters for m in towers(config | {"text_config": {}}, 7)) == parameters
 
 
 def by_hand(linear: float, other: float) -> int:

@@ -5,6 +5,12 @@ from typing import Any
 
 from jaxkv._src.hf_config._fields import nested
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
+from jaxkv._src.hf_config._weights._other_towers import (
+    dots3_audio,
+    dots3_vision,
+    inkling_audio,
+    inkling_vision,
+)
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 
 QWEN = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp".split())
@@ -21,9 +27,16 @@ TWO_PROJECTIONS = frozenset(
     """.split()
 )
 ALIGNED = frozenset("aya_vision cohere2_vision".split())
+# Model type of a tower -> what yields its matrices.
+OF_THEIR_OWN = {
+    "dots3_note_vision_encoder": dots3_vision,
+    "dots3_note_audio_encoder": dots3_audio,
+    "inkling_vision": inkling_vision,
+    "inkling_audio": inkling_audio,
+}
 UNDERSTOOD = QWEN | GLM | ONE_PROJECTION | TWO_PROJECTIONS | ALIGNED | {"mllama", "kimi_k3"}
 TOWERS = "vision_config", "audio_config"
-# Wrappers whose towers are not understood, and whose files may leave them out.
+# Wrappers with towers of their own kinds, or not understood ones; files may leave them out.
 TEXT_ALONE = frozenset("apertus1p5 bailing_moe_v3_vl dots3_note inkling_mm_model".split())
 
 
@@ -44,6 +57,9 @@ def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
         for name in TOWERS:
             values = level.get(name)
             if not isinstance(values, Mapping) or not values:
+                continue
+            if own := OF_THEIR_OWN.get(str(values.get("model_type"))):
+                yield from own(Fields(outer, values))
                 continue
             if outer not in UNDERSTOOD:
                 raise ValueError(f"the sizes of the {name} of model_type={outer!r} are not known")
