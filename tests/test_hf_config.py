@@ -107,7 +107,7 @@ STATE_PAGES = {
     "minimax-text-01": 4_194_304,
 }
 
-OTHER_PRESETS = {"qwen3-next-demo", "deepseek-v4-flash", "deepseek-v4-pro"}
+OTHER_PRESETS = {"qwen3-next-demo", "qwen3-30b-a3b", "deepseek-v4-flash", "deepseek-v4-pro"}
 
 
 def own_caches(config: dict[str, Any], **options: Any) -> dict[str, LayerSpec]:

@@ -128,6 +128,7 @@ PUBLISHED: list[tuple[str, dict[str, Any], int, str]] = [
     ("Mistral-7B-v0.1", load_config("mistral-7b-v0.1"), 14_483_464_192, INDEX),
     ("Qwen2.5-7B", QWEN_7B | {"model_type": "qwen2"}, 15_231_233_024, INDEX),
     ("Qwen3-8B", load_config("qwen3-8b"), 16_381_470_720, INDEX),
+    ("Qwen3-30B-A3B", load_config("qwen3-30b-a3b"), 61_064_245_248, INDEX),
     ("Mixtral-8x7B", MIXTRAL, 93_405_585_408, INDEX),
     ("Phi-3-mini-4k", PHI, 7_642_159_104, INDEX),
     ("gemma-2-9b-it", load_config("gemma-2-9b"), 18_483_411_968, INDEX),
