@@ -611,7 +611,7 @@ def test_a_bad_file_of_specs_is_refused_by_its_entry(capsys, tmp_path, layers, m
 def test_a_file_of_specs_holds_the_layers_of_one_rank(capsys, tmp_path) -> None:
     path = specs_file(tmp_path, [FULL])
     data = figures(capsys, "--specs", path, "--memory", "9GiB", "--tensor-parallel", "2")
-    assert "write the layers of one rank into the file" in data["error"]
+    assert "write the layers of one rank into the file and leave it out" in data["error"]
     data = figures(capsys, "--specs", path, "--gpu", "h100")
     assert "--weights=auto reads a configuration, not --specs" in data["error"]
     path = specs_file(tmp_path, [FULL], block_size=16)
@@ -659,6 +659,18 @@ def test_python_has_the_memory_of_the_command(
     assert plan.requests_that_fit(4096) == told["usual_requests_that_fit"]
     with pytest.raises(ValueError, match=r"utilization=1\.5 must be more than 0\.0 and up to 1"):
         jaxkv.planning.memory_for("h100", config, utilization=1.5)
+
+
+def test_python_has_the_memory_of_a_model_whose_weights_cannot_be_counted(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match="model_type='my_own' are not known; pass their bytes as"):
+        jaxkv.planning.memory_for("h100", {"model_type": "my_own"})
+    parallel = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    words = [f"--{name.replace('_', '-')}={number}" for name, number in parallel.items()]
+    told = figures(capsys, "qwen3-8b", "--gpu", "h100", "--weights", "30GiB", *words)
+    memory = jaxkv.planning.memory_for("h100", weights=30 * 2**30, **parallel)
+    assert list(memory) == told["memory_bytes"]
 
 
 def test_a_model_that_is_unknown_is_told_what_is_near_and_how_to_get_its_file() -> None:

@@ -123,6 +123,7 @@ def of_planning(s: Served) -> Iterator[Call]:
     yield planning.make_groups, {"layers": {"a": FULL}, "grouping": "auto", "cost": None}
     yield planning.pool_bytes, {"plan": PLAN}
     on_gpu = {"gpu": "h200", "config": LLAMA, "utilization": 0.9, "drafts": False}
+    on_gpu |= {"weights": None}
     yield planning.memory_for, on_gpu | {"tensor_parallel": 1, "pipeline_parallel": 1}
     for name in (*LENGTHS, "requests_that_fit", "tokens_that_fit"):
         yield getattr(PLAN, name), {"num_tokens": 4}

@@ -150,7 +150,8 @@ def _read_model(
     if counts.get("tensor_parallel", 1) != 1:
         raise ValueError(
             f"--tensor-parallel={counts['tensor_parallel']} divides what a configuration says; "
-            "write the layers of one rank into the file, and give --memory"
+            "write the layers of one rank into the file and leave it out; beside --gpu, --weights "
+            "are the bytes of one rank then"
         )
     return load_specs(options.specs)
 

@@ -15,7 +15,6 @@ from jaxkv._src.hf_config import (
     model_len,
     num_layers,
 )
-from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Grouping, KVCacheCapacityError, Plan, plan_cache
 from jaxkv._src.specs import CacheMode, EncoderOnlySpec, Limits
@@ -88,9 +87,6 @@ class Question:
     @property
     def memory_bytes(self) -> tuple[int, ...]:
         """Bytes for the cache on each GPU of each pipeline stage."""
-        check_positive(
-            tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel
-        )
         return self.budget.for_cache(self.tensor_parallel, self.pipeline_parallel)
 
     def layers(self) -> dict[str, Any]:

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from jaxkv._src.hf_config import Weights, count_weights
-from jaxkv._src.internal.checks import check_flag, check_kind, check_number
+from jaxkv._src.internal.checks import (
+    check_flag,
+    check_kind,
+    check_number,
+    check_positive,
+    plain_ints,
+)
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.internal.text import gib, shown
 
@@ -100,6 +106,7 @@ class Budget:
         Raises:
           NoMemoryLeftError: the weights leave none on some GPU.
         """
+        check_positive(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
         if self.memory_bytes is not None:
             return (self.memory_bytes,) * pipeline_parallel
         usable = self.usable_bytes
@@ -130,10 +137,12 @@ def fullest_text(weights: Sequence[int], tensor_parallel: int) -> str:
     return f"{gib(most)} on {'each GPU of ' if tensor_parallel > 1 else ''}{where}"
 
 
+@plain_ints
 def memory_for(
     gpu: str,
-    config: Mapping[str, object],
+    config: Mapping[str, object] | None = None,
     *,
+    weights: int | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     utilization: float = 0.9,
@@ -150,7 +159,9 @@ def memory_for(
 
     Args:
       gpu: its name, such as ``"h100"``; ``python -m jaxkv plan --help`` lists them.
-      config: the content of a ``config.json``.
+      config: the content of a ``config.json``; only its weights are counted.
+      weights: the bytes of all weights, in even parts, for a model whose weights cannot be counted;
+        None: counted.
       tensor_parallel: ranks among which heads and weights are divided.
       pipeline_parallel: stages among which layers are divided.
       utilization: the engine's share of the GPU, more than 0.0 and up to 1.0.
@@ -165,6 +176,17 @@ def memory_for(
     check_flag(drafts=drafts)
     if not 0 < utilization <= 1:
         raise ValueError(f"utilization={utilization} must be more than 0.0 and up to 1.0")
-    share, weights = Fraction(str(utilization)), count_weights(config, drafts=drafts)
-    budget = Budget(gpu=gpu, utilization=share, weights=weights)
+    if weights is not None:
+        check_positive(weights=weights)
+    counted = _count(config, drafts=drafts) if weights is None else weights
+    budget = Budget(gpu=gpu, utilization=Fraction(str(utilization)), weights=counted)
     return budget.for_cache(tensor_parallel, pipeline_parallel)
+
+
+def _count(config: Mapping[str, object] | None, *, drafts: bool) -> Weights:
+    if config is None:
+        raise TypeError("config is missing: pass the content of a config.json, or weights")
+    try:
+        return count_weights(config, drafts=drafts)
+    except ValueError as error:
+        raise ValueError(f"{error}; pass their bytes as weights") from error

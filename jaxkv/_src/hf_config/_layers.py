@@ -85,7 +85,8 @@ def read_layers(config: Config, options: Options = DEFAULTS) -> tuple[Layers, Co
 def _not_understood(config: Config, model_type: str) -> ValueError:
     by_hand = (
         "Write its layer specs by hand and pass them to plan_cache: {'layers.0': "
-        "FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128), ...}"
+        "FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128), ...}; the command line "
+        "reads them from --specs FILE"
     )
     if model_type in REFUSED:
         return ValueError(f"model_type={model_type!r} is refused: {REFUSED[model_type]}. {by_hand}")
@@ -99,11 +100,11 @@ def _not_understood(config: Config, model_type: str) -> ValueError:
         )
     named = config.get("model_type") if inner_config(config) is None else model_type
     known = [*FAMILIES, *WRAPPERS]
-    nearest = _nearest(model_type, config.get("architectures"), known) or known[:1]
+    nearest = _nearest(model_type, config.get("architectures"), known)
+    near = f"; the nearest of {len(known)} that are: {', '.join(nearest)}" if nearest else ""
     return ValueError(
-        f"model_type={named!r} (architectures="
-        f"{config.get('architectures')}) is not understood; the nearest of {len(known)} that are: "
-        f"{', '.join(nearest)}. {by_hand}"
+        f"model_type={named!r} (architectures={config.get('architectures')}) is not understood"
+        f"{near}. {by_hand}"
     )
 
 
@@ -143,8 +144,8 @@ def _nearest(model_type: str, architectures: object, known: Sequence[str]) -> li
 
     found = near(model_type, 0.7)
     for name in classes[:4]:
-        found += near(CLASS_ENDING.sub("", str(name)[:100]), 0.5)
-    return list(dict.fromkeys(found + near(model_type, 0.5)))[:5]
+        found += near(CLASS_ENDING.sub("", str(name)[:100]), 0.7)
+    return list(dict.fromkeys(found))[:5]
 
 
 def shipped_dtype(config: Config) -> str | None:
