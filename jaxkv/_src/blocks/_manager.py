@@ -30,6 +30,7 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.html import html_table
+from jaxkv._src.internal.misnamed import knows_remedies
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.internal.unique import Unique
 from jaxkv._src.offload import HostMemory, OffloadManager, OffloadStats, Transfers
@@ -85,6 +86,7 @@ class BlockManager(Unique):
         "the plan, which can be pickled, and start the requests again"
     )
 
+    @knows_remedies()
     @plain_ints
     def __init__(
         self,

@@ -22,6 +22,7 @@ from jaxkv._src.internal.checks import (
     check_positive,
     plain_ints,
 )
+from jaxkv._src.internal.misnamed import knows_remedies
 from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import Order, blocks_per_kv_block, plan_buffers
 from jaxkv._src.planning import Plan, check_rows
@@ -30,6 +31,7 @@ Scale = tuple[float | Float[Array, ""], float | Float[Array, ""]]
 MAX_SCALE = float(np.finfo(np.float32).max)
 
 
+@knows_remedies()
 @plain_ints
 def make_cache(
     plan: Plan,

@@ -14,6 +14,7 @@ from jaxkv._src.engine._calls import LOOKAHEAD_CALLS, Calls
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._drafts import Drafter, Drafting, check_drafts
 from jaxkv._src.engine._model import Forward, Head, Model
+from jaxkv._src.engine._other_names import OF_ENGINE
 from jaxkv._src.engine._outputs import PROMPT, SIDE, Kind, LogprobsMode, Output, Stats, StepOptions
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._processing import Processing, check_distinct, check_processors
@@ -37,6 +38,7 @@ from jaxkv._src.internal.checks import (
     plain_ints,
 )
 from jaxkv._src.internal.log import LOGGER
+from jaxkv._src.internal.misnamed import knows_remedies
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.internal.unique import Unique
 from jaxkv._src.logits_processors import LogitsProcessor
@@ -71,6 +73,7 @@ class Engine(Unique):
 
     why = "it owns a cache and compiled steps; make another from forward, params and a plan"
 
+    @knows_remedies(OF_ENGINE)
     @plain_ints
     def __init__(
         self,

@@ -1,65 +1,28 @@
 """`Sampling`, what a request asks for. No jax."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
 
+from jaxkv._src.engine._other_names import OF_SAMPLING
 from jaxkv._src.engine._outputs import PROMPT, SIDE, TOP, Kind, StepOptions
 from jaxkv._src.internal.checks import (
     check_count,
     check_flag,
+    check_int,
     check_kind,
     check_number,
     make_ints_plain,
 )
+from jaxkv._src.internal.misnamed import knows_remedies
 from jaxkv._src.internal.numbers import INT32_MAX, MAX_SAMPLES
-from jaxkv._src.internal.text import shown
 from jaxkv._src.prefixes import as_tokens
 
 MOST = {"n": MAX_SAMPLES, "top_k": INT32_MAX, "max_tokens": INT32_MAX, "seed": 2**32 - 1}
 SMALLEST, LARGEST = 1e-30, 1e30  # numbers by which the device divides logits in f32
 # The golden ratio in 32 bits, an odd number: seeds that many prompts and small seeds give differ.
 SEED_STEP = 0x9E3779B1
-REMEDIES = {
-    "stop": "it knows token ids, no texts: pass stop_token_ids, or end a request whose text holds "
-    "a stop string by Engine.abort",
-    "eos_token_id": "pass stop_token_ids",
-    "max_new_tokens": "pass max_tokens",
-}  # by options of other engines
-PROCESSORS = {
-    "allowed_token_ids": "AllowedTokens",
-    "frequency_penalty": "FrequencyPenalty",
-    "logit_bias": "LogitBias",
-    "min_tokens": "MinTokens",
-    "presence_penalty": "PresencePenalty",
-    "repetition_penalty": "RepetitionPenalty",
-    "structured_outputs": "TokenAutomaton",
-}
-REMEDIES |= {
-    name: f"pass processors={{{processor}: ...}}, with one of "
-    f"jaxkv.logits_processors.{processor} in Engine(logits_processors=)"
-    for name, processor in PROCESSORS.items()
-}
 
 
-def _with_remedies[T: type](cls: T) -> T:
-    """Makes a class say what to pass instead of options that other engines have."""
-    init = cls.__init__
-    known = ", ".join(cls.__annotations__)
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
-        for name in options.keys() - cls.__annotations__.keys():
-            remedy = REMEDIES.get(name, f"its options are {known}")
-            raise TypeError(f"{cls.__name__} has no option {name}={shown(options[name])}; {remedy}")
-        init(self, *args, **options)
-
-    type.__setattr__(cls, "__init__", checked)
-    return cls
-
-
-@_with_remedies
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """The sampling of one request.
@@ -110,7 +73,7 @@ class Sampling:
             number, least = getattr(self, name), 0 if name == "seed" else 1
             if number is None and name != "n":
                 continue
-            check_count(**{name: number})
+            check_int(**{name: number})
             if not least <= number <= most:
                 remedy = "; None means no limit" if name in ("top_k", "max_tokens") else ""
                 raise ValueError(f"{name}={number} must be in {least}..{most}{remedy}")
@@ -164,3 +127,6 @@ class Sampling:
         """Bits of the details that this asks for, see `StepOptions.at`."""
         of_prompt = PROMPT if self.prompt_logprobs is not None else 0
         return (TOP if self.logprobs else 0) | (SIDE if self.side else 0) | of_prompt
+
+
+type.__setattr__(Sampling, "__init__", knows_remedies(OF_SAMPLING)(Sampling.__init__))

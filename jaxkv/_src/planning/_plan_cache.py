@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxkv._src.internal.checks import check_flag, check_positive, plain_ints
+from jaxkv._src.internal.misnamed import knows_remedies
 from jaxkv._src.planning._admission import admit, check_kinds
 from jaxkv._src.planning._choice import (
     choose_groups,
@@ -27,6 +28,7 @@ from jaxkv._src.planning._workers import (
 from jaxkv._src.specs import Limits
 
 
+@knows_remedies()
 @plain_ints
 def plan_cache(
     layers: WorkerLayers | Sequence[WorkerLayers],

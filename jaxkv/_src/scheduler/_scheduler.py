@@ -14,6 +14,7 @@ from jaxkv._src.internal.checks import (
     check_positive,
     plain_ints,
 )
+from jaxkv._src.internal.misnamed import knows_remedies
 from jaxkv._src.internal.numbers import MAX_SAMPLES
 from jaxkv._src.internal.unique import Unique
 from jaxkv._src.planning import checked_encoder_tokens
@@ -68,6 +69,7 @@ class Scheduler(Unique):
         "and add the requests again"
     )
 
+    @knows_remedies()
     @plain_ints
     def __init__[Name: Hashable](
         self,

@@ -16,6 +16,7 @@ from jaxkv._src.internal.checks import (
     make_ints_plain,
     plain_ints,
 )
+from jaxkv._src.internal.misnamed import knows_remedies
 from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.specs import Growth
@@ -115,6 +116,7 @@ class StepShape:
             )
 
     @classmethod
+    @knows_remedies()
     @plain_ints
     def for_plan(
         cls,
