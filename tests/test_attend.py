@@ -678,8 +678,8 @@ def test_rows_that_attend_does_not_understand_are_refused(what: str, spec: Layer
     ("plan", "arguments", "options", "error", "message"),
     [
         (cases.windows, ("full.0", QUERIES[1:]), {}, ValueError,
-         r"queries has shape \(8, 4, 4\); layer 'full.0' and this batch want \(9, 'heads', 4\)"),
-        (cases.windows, ("full.0", QUERIES[:, :3]), {}, ValueError, "heads a multiple of 2"),
+         r"shape \(8, 4, 4\); layer 'full.0' and this batch want \(9, heads, head_size=4\)"),
+        (cases.windows, ("full.0", QUERIES[:, :3]), {}, ValueError, "a multiple of num_kv_heads=2"),
         (cases.windows, ("full.0", QUERIES.astype(int)), {}, TypeError,
          "queries has dtype int32, which attend cannot compute in; cast it to bfloat16"),
         (cases.windows, ("full.0", QUERIES, KEYS), {}, ValueError,

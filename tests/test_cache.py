@@ -230,7 +230,7 @@ WORDS = {
     "TOO_LONG": "a request with more tokens than the step's shape allows",
     "BAD_BATCH": "new tokens that are negative, more than the step's shape allows, or not where",
     "LOST_UPLOAD": "an upload was lost: the numbers of two uploads in a row have a gap",
-    "REPEATED_UPLOAD": "an upload was applied twice, or to another cache",
+    "REPEATED_UPLOAD": "an upload was applied twice, or to another cache. Run every upload once",
     "BAD_LAYER_INDEX": "a layer_index beyond the layers of its group",
     "STALE_BATCH": "a batch of another step than the cache's: go on with the cache",
 }

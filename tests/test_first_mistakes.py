@@ -152,6 +152,11 @@ MISTAKES = {
         ValueError,
         r"scales must be finite float32 greater than 0, got \(0.0, 1.0\)",
     ),
+    "a size without its name": (
+        lambda s: make_cache(PLAN, 4),
+        TypeError,
+        "make_cache takes its options by name; write max_requests=4",
+    ),
     "a step without a size": (
         lambda s: StepShape.for_plan(PLAN, max_requests=2),
         TypeError,
@@ -252,7 +257,7 @@ MISTAKES = {
     "an upload applied twice": (
         lambda s: jaxkv.check_errors(s.twice),
         jaxkv.CacheError,
-        "found errors, at upload 1 or before: an upload was applied twice, or to another cache",
+        "at upload 1 or before: an upload was applied twice, or to another cache. Run every",
     ),
     "an upload that was dropped": (
         lambda s: jaxkv.check_errors(s.gapped),
@@ -301,7 +306,7 @@ MISTAKES = {
     "queries of too few heads": (
         lambda s: s.attend(jnp.ones((8, 3, 4)), KEYS, KEYS),
         ValueError,
-        r"queries has shape \(8, 3, 4\); .* want \(8, 'heads', 4\), heads a multiple of 2",
+        r"\(8, 3, 4\); .* want \(8, heads, head_size=4\), heads a multiple of num_kv_heads=2",
     ),
     "a cache that was donated": (
         lambda s: jaxkv.layer_view(donated(), "full.0"),

@@ -297,13 +297,13 @@ MISTAKES = {
     "a mode": (made(logprobs_mode="all"), ValueError, "logprobs_mode='all'; use one of 'raw'"),
     "no vocab": (lambda: MinTokens(0), ValueError, "vocab_size must be at least 1"),
     "no way on": (table_of({0: {}}), ValueError, r"transitions\[0\] must be .* allow a token"),
-    "a state": (table_of({0: {1: 1}}), ValueError, r"transitions\[0\] has states that are not fr"),
-    "a token": (table_of({0: {5: 0}}), ValueError, r"transitions\[0\] has tokens that are not fr"),
+    "a state": (table_of({0: {1: 1}}), ValueError, "0. leads to state 1, which has no trans"),
+    "a token": (table_of({0: {5: 0}}), ValueError, r"transitions\[0\] allows token 5; tokens are"),
     "the start": (table_of({0: {1: 0}}, start=1), ValueError, "start=1 must be a state"),
     "other tokens": (
         lambda: TokenAutomaton(4).init(table_of({0: {1: 0}})(), np.zeros(0, np.int32)),
         ValueError,
-        "TokenAutomaton: 5 tokens, not 4",
+        "TokenAutomaton has vocab_size=4, and its TokenTable was made with vocab_size=5",
     ),
     "a large table": (
         lambda: TokenAutomaton(5, max_classes=1).init(

@@ -135,9 +135,9 @@ def test_a_refusal_names_a_token_that_is_out_of_range(dtype: Any) -> None:
             if not bad:
                 assert as_tokens("tokens", tokens).tolist() == list(given)
                 continue
-            with pytest.raises(ValueError, match=r"tokens must be in 0\.\.2147483647") as refusal:
+            with pytest.raises(ValueError, match=r"tokens holds the token id") as refusal:
                 as_tokens("tokens", tokens)
-            assert int(str(refusal.value).rpartition(" ")[2]) in bad
+            assert int(str(refusal.value).split("id ")[1].partition(";")[0]) in bad
 
 
 def test_media_that_overlap_or_reach_past_the_tokens_get_no_codes() -> None:

@@ -513,7 +513,7 @@ BAD = [
     ({"conv_bias": zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),
     ({"layer": "full"}, TypeError, "stores tokens, not states; use attend"),
-    ({"layer": "other"}, ValueError, "stores states of shapes"),
+    ({"layer": "other"}, ValueError, r"wants those of \(width - 1, channels\), \(heads, V, K\)"),
     ({"layer": "ring", "log_decay": zeros((TOKENS, HEADS, SIZE))}, ValueError,
      "with replay, each head has one decay"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError, "keys are 8 wide"),

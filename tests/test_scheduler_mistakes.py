@@ -216,7 +216,7 @@ def test_ids_that_are_not_known_are_left_out_and_numbers_in_their_place_refused(
     host.tokens["a"].append(-1)
     host.scheduler.append({"a": 1})
     host.tokens["a"].append(-1)
-    refused(lambda: host.scheduler.schedule().token_ids, r"tokens\['a'\] must be in 0")
+    refused(lambda: host.scheduler.schedule().token_ids, r"tokens\['a'\] holds the token id")
 
 
 # --- the loop ------------------------------------------------------------------------

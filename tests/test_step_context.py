@@ -195,6 +195,8 @@ def test_states_and_calls_of_others() -> None:
         (state,) = step.read_state("state")
         step.write_state("state", [state + 1])
         (again,) = step.read_state("state", at=jnp.zeros(2, jnp.int32))
+        with pytest.raises(TypeError, match=r"stores states, not tokens; use .* such as gated_d"):
+            step.attend("state", jnp.ones((8, 2, 8)))
         keys = jnp.ones((8, 2, 8))
         assert step.call(jaxkv.write_tokens, "full", keys, keys) is None
         return step, (state, again, step.call(jaxkv.read_tokens, "full"))

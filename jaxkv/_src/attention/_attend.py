@@ -279,8 +279,9 @@ def _rule(
     if queries.shape != wanted or not heads or heads % (kv_heads * ranks):
         raise ValueError(
             f"queries has shape {queries.shape}; layer {layer!r} and this batch want "
-            f"{(*shape, 'heads', spec.head_size)}, heads a multiple of {kv_heads * ranks}"
-            + (f" ({kv_heads} KV heads on each of {ranks} devices)" if ranks > 1 else "")
+            f"({', '.join(map(str, shape))}, heads, head_size={spec.head_size}), heads a multiple "
+            f"of {'' if isinstance(spec, MLASpec) else 'num_kv_heads='}{kv_heads * ranks}"
+            + (f" ({kv_heads} on each of {ranks} devices)" if ranks > 1 else "")
         )
     return AttentionRule(
         scale=spec.head_size**-0.5 if scale is None else float(scale),

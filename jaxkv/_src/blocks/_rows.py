@@ -50,7 +50,7 @@ class RowAllocator:
             return self.by_name[request]
         except (KeyError, TypeError):
             check_name(request)
-            raise ValueError(f"request={request!r} is not running; start it first") from None
+            raise _not_running(request) from None
 
     def name(self, row: int) -> Hashable:
         """Returns the request that has a row."""
@@ -135,10 +135,7 @@ class RowAllocator:
         try:
             return np.array([self.by_name[name] for name in names], np.int64)
         except KeyError as error:
-            raise ValueError(
-                f"request={error.args[0]!r} is not running; start it first or, if it has ended, "
-                "leave it out"
-            ) from None
+            raise _not_running(error.args[0]) from None
 
     def _check_counts(self, batch: Batch) -> None:
         """Raises ValueError for a request that computes no token, or more than the plan admits."""
@@ -150,6 +147,12 @@ class RowAllocator:
                 f"a step; give 1 to limits.max_in_flight_tokens={most} of the plan: leave the "
                 "request out, split its tokens, or plan with larger limits"
             )
+
+
+def _not_running(request: Hashable) -> ValueError:
+    return ValueError(
+        f"request={request!r} is not running; start it first or, if it has ended, leave it out"
+    )
 
 
 def _sum_is_int(counts: Sequence[Any]) -> bool:

@@ -22,6 +22,10 @@ class CacheFlags(enum.IntFlag):
     STALE_BATCH = enum.auto()
 
 
+_RUN_ONCE = (
+    "Run every upload once, in order, on the cache that the last one returned, or call "
+    "BlockManager.reset and compute all requests again"
+)
 _REASONS = {
     CacheFlags.BAD_ROW: "a row out of range",
     CacheFlags.BAD_BLOCK_ID: "a block id outside the pool",
@@ -35,10 +39,9 @@ _REASONS = {
         "looks for them"
     ),
     CacheFlags.LOST_UPLOAD: (
-        "an upload was lost: the numbers of two uploads in a row have a gap. Run every upload once "
-        "and in order, or call BlockManager.reset and compute all requests again"
+        f"an upload was lost: the numbers of two uploads in a row have a gap. {_RUN_ONCE}"
     ),
-    CacheFlags.REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
+    CacheFlags.REPEATED_UPLOAD: f"an upload was applied twice, or to another cache. {_RUN_ONCE}",
     CacheFlags.BAD_LAYER_INDEX: "a layer_index beyond the layers of its group",
     CacheFlags.STALE_BATCH: (
         "a batch of another step than the cache's: go on with the cache that each call returns, "

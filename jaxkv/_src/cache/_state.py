@@ -167,7 +167,7 @@ def check_cache(cache: Any) -> None:
     ):
         raise ValueError(
             "cache is used up: an earlier call took it, by donate_argnums, an engine or sleep; use "
-            "the one that this call returned, and make one for each engine"
+            "the one that this call returned (wake_up, after sleep), and make one for each engine"
         )
 
 

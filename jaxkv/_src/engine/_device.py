@@ -24,6 +24,7 @@ from jaxkv._src.engine._samples import Sample
 from jaxkv._src.internal.log import LOGGER
 from jaxkv._src.internal.mesh import with_auto_axes
 from jaxkv._src.internal.persistent_jit import folder_for, persist_in
+from jaxkv._src.internal.text import shown
 from jaxkv._src.offload import Transfers
 from jaxkv._src.offload.host_blocks import HostBlocks, TransferError
 from jaxkv._src.sleeping import CacheTemplate, SleepError, SleepingCache
@@ -193,9 +194,15 @@ class Device:
 
     def check_like(self, params: Any) -> None:
         """Raises ValueError for weights of another structure, shape or dtype."""
+        kinds = _kinds_of(params)
         if jax.tree.structure(self.params) != jax.tree.structure(params):
-            raise ValueError("params has another tree structure than the engine was made with")
-        for name, kind in _kinds_of(params).items():
+            other = [f"{name} is missing" for name in self._kinds if name not in kinds]
+            other += [f"{name} is new" for name in kinds if name not in self._kinds]
+            raise ValueError(
+                "params has another tree structure than the engine was made with: "
+                f"{', '.join(other[:3]) or shown(jax.tree.structure(params))}"
+            )
+        for name, kind in kinds.items():
             if kind != (was := self._kinds[name]):
                 raise ValueError(f"{name} is {kind}; the engine was made with {was}")
 

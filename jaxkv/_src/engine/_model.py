@@ -65,7 +65,15 @@ class Model(NamedTuple):
         Raises:
           TypeError, ValueError: either is something else, or of another shape.
         """
-        given = self.forward(params, step)
+        try:
+            given = self.forward(params, step)
+        except (AttributeError, TypeError) as error:
+            if _is_swapped(error):
+                raise TypeError(
+                    f"forward takes the step for its params ({error}); the order is "
+                    "forward(params, step)"
+                ) from error
+            raise
         out = given if isinstance(given, ModelOutput) else ModelOutput(given)
         step = step if out.step is None else out.step
         tokens, requests = step.token_ids.size, step.batch.shape.batch_size
@@ -116,12 +124,19 @@ def _check_side(side: Any, tokens: int) -> None:
             )
 
 
+def _is_swapped(error: AttributeError | TypeError) -> bool:
+    """Returns whether an error of ``forward`` comes from params and step in the wrong order."""
+    if isinstance(error, AttributeError) and not isinstance(error.obj, StepContext):
+        return hasattr(StepContext, error.name or "")
+    return str(error).startswith("'StepContext' object")
+
+
 def _check_rows(function: str, array: Any, rows: int, wanted: tuple[int, str]) -> None:
     """Raises ValueError or TypeError unless a function returned floats of so many rows."""
     shape, (axes, text) = getattr(array, "shape", None), wanted
     if shape is None or not shape or shape[0] != rows or axes not in (0, len(shape)):
         given = type(array).__name__ if shape is None else f"an array of shape {shape}"
-        raise ValueError(f"{function} returned {given}; it returns {text.format(rows=rows)}")
+        raise ValueError(f"{function} returned {given}; it must return {text.format(rows=rows)}")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         what = "hidden states" if wanted is HIDDEN else "logits"
         raise TypeError(f"{function} returned {what} of dtype {array.dtype}; they are floats")

@@ -127,8 +127,9 @@ class ModelFacts(NamedTuple):
                 raise ValueError(f"{name}={count} is more than the {self.vocab_size:,} tokens")
         if asked is not None and not self.has_head:
             raise ValueError(
-                f"prompt_logprobs={asked} needs logits of all tokens of a prompt: return hidden "
-                "states from forward, and pass Engine(head=)"
+                "prompt_logprobs needs logits of all tokens of a prompt, and the Engine has no "
+                "head: return hidden states from forward, and pass Engine(head=), or leave "
+                "prompt_logprobs out"
             )
         if sampling.side and not self.has_side:
             raise ValueError(
@@ -193,8 +194,10 @@ class Samples:
                 )
         end = longest if sampling.max_tokens is None else ids.size + sampling.max_tokens
         if not ids.size < end <= longest:
+            most = sampling.max_tokens
+            answer = "one token to generate" if most is None else f"max_tokens={most}"
             raise ValueError(
-                f"{name} of {ids.size} tokens and max_tokens={sampling.max_tokens} are more than "
+                f"{name} of {ids.size} tokens and {answer} are more than "
                 f"the plan's max_model_len={longest}; shorten one of them, or plan for more"
             )
         names = [request, *((request, index) for index in range(1, sampling.n))]

@@ -37,6 +37,7 @@ def fall_asleep(calls: Calls, level: int) -> int:
     device = calls.device
     calls.settle()
     device.restore()
+    device.check_awake()
     calls.is_broken = True
     try:
         device.cache = asleep = sleep(device.cache, level=level)

@@ -15,6 +15,11 @@ from jaxkv._src.logits_processors._masks import LEAST
 from jaxkv._src.logits_processors._protocol import Ids, Logits, OverVocabulary, Token
 
 REFUSED = -1
+FINAL = "let a final state allow the tokens that end an answer"
+OUT_OF_RANGE = (
+    "allows token {0}; tokens are from 0 to {1}, by vocab_size",
+    f"leads to state {{0}}, which has no transitions; states are from 0 to {{1}}: {FINAL}",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,12 +82,12 @@ def _checked(
     if not following or state not in range(num_states):
         raise ValueError(
             f"transitions[{state}] must be of a state from 0 to {num_states - 1}, and allow a "
-            "token; let a final state allow the tokens that end an answer"
+            f"token; {FINAL}"
         )
     both = np.array([*following.items()], np.int64).T
-    for what, ids, size in zip(("token", "state"), both, (vocab_size, num_states), strict=True):
-        if ids.min() < 0 or ids.max() >= size:
-            raise ValueError(f"transitions[{state}] has {what}s that are not from 0 to {size - 1}")
+    for ids, size, text in zip(both, (vocab_size, num_states), OUT_OF_RANGE, strict=True):
+        if (bad := ids[(ids < 0) | (ids >= size)]).size:
+            raise ValueError(f"transitions[{state}] {text.format(bad[0], size - 1)}")
     return both
 
 
@@ -122,7 +127,10 @@ class TokenAutomaton(OverVocabulary):
         check_kind(TokenTable, TokenAutomaton=data)
         states, classes = data.next_states.shape
         if data.classes.size != self.vocab_size:
-            raise ValueError(f"TokenAutomaton: {data.classes.size} tokens, not {self.vocab_size}")
+            raise ValueError(
+                f"TokenAutomaton has vocab_size={self.vocab_size}, and its TokenTable was made "
+                f"with vocab_size={data.classes.size}; make both with the columns of the logits"
+            )
         if states > self._sizes[0] or classes > self._sizes[1]:
             raise ValueError(
                 f"a table of {states} states and {classes} classes is larger than "

@@ -130,7 +130,7 @@ def check_tokens(layer: str, bound: BoundLayer, keys: Array, values: Array) -> N
         if array.shape != wants:
             raise ValueError(
                 f"{name} has shape {array.shape}; layer {layer!r} wants {wants}, padded to the "
-                "step's shape"
+                "step's shape; the last axes are num_kv_heads and head_size"
             )
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
@@ -407,7 +407,8 @@ def token_spec(layer: str, spec: LayerSpec) -> TokenSpec:
     """Returns the spec of a layer that stores rows of tokens; raises TypeError for others."""
     if not isinstance(spec, TokenSpec):
         raise TypeError(
-            f"layer={layer!r} stores states, not tokens; use read_state and write_state"
+            f"layer={layer!r} stores states, not tokens; use the function of its kind, such as "
+            "gated_delta, or read_state and write_state"
         )
     return spec
 

@@ -85,7 +85,7 @@ def as_tokens(name: str, tokens: TokenIds, dtype: type[np.signedinteger] = np.in
     # MAX_TOKEN has all lower bits set: the OR of all ids is in range only if each of them is.
     if array.size and not 0 <= np.bitwise_or.reduce(array) <= MAX_TOKEN:
         bad = array.min() if array.min() < 0 else array.max()
-        raise ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {bad}")
+        raise _out_of_range(name, bad)
     return array.astype(dtype)
 
 
@@ -117,4 +117,8 @@ def _no_ids(name: str, array: np.ndarray) -> Exception:
     if odd:
         return TypeError(f"{name} must be token ids, ints, got {odd[0]}")
     farthest = max(array.tolist(), key=abs)  # past int64
-    return ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {farthest}")
+    return _out_of_range(name, farthest)
+
+
+def _out_of_range(name: str, token: object) -> ValueError:
+    return ValueError(f"{name} holds the token id {token}; ids are from 0 to {MAX_TOKEN:,}")

@@ -14,6 +14,8 @@ from jaxkv._src.pool import BoundLayer
 from jaxkv._src.specs import StateSpec
 from pallas_kernels import StatePages
 
+AXES = {2: "(width - 1, channels)", 3: "(heads, V, K)"}  # of the arrays of a spec
+
 
 class StepStates(NamedTuple):
     """The blocks of the states of a step, as the kernels of `pallas_kernels` take them.
@@ -101,9 +103,10 @@ def check_states(
     if not isinstance(spec, StateSpec):
         raise TypeError(f"layer={layer!r} stores tokens, not states; use attend")
     if tuple(map(len, spec.shapes)) != wanted:
-        axes = ", ".join(f"{n} axes" for n in wanted)
+        shapes = ", ".join(AXES[n] for n in wanted)
         raise ValueError(
-            f"layer={layer!r} stores states of shapes {spec.shapes}; this function wants {axes}"
+            f"layer={layer!r} stores states of shapes {spec.shapes}; this function wants those of "
+            f"{shapes}, in this order"
         )
     if spec.speculative_blocks and spec.cache_mode != "none":
         raise ValueError(

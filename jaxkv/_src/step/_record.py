@@ -6,6 +6,7 @@ import jax
 from jax import Array
 
 from jaxkv._src.cache import CacheLayout, LayerIndex
+from jaxkv._src.pool import token_spec
 
 IN_A_SCAN = (
     "pass the step in, and use the one returned: (step, x), _ = jax.lax.scan(body, (step, x), xs)"
@@ -49,7 +50,8 @@ class StepRecord:
             )
 
     def check_readable(self, layer: str, layer_index: LayerIndex) -> None:
-        """Raises ValueError unless the step has written a layer, or need not write it."""
+        """Raises TypeError or ValueError unless a layer of tokens is written, or need not be."""
+        token_spec(layer, self._layout.placement_of(layer).spec)
         owner = self._layout.owner_of(layer)
         if self._stores_encoder(layer) or owner in self._written:
             return
