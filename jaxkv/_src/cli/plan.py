@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--specs", metavar="FILE", help="layers as JSON, instead of CONFIG; see below")
     add("--memory", metavar="BYTES", help="memory for the cache on each GPU: 71.3GiB, 80GB")
     add("--gpu", metavar="NAME", help=f"instead of --memory: {', '.join(sorted(GPUS))}")
-    add("--utilization", metavar="SHARE", help="share of the GPU for the engine (default: 0.9)")
+    add("--utilization", metavar="SHARE", help="GPU's share for weights and cache (default: 0.9)")
     add(
         "--weights",
         metavar="BYTES",

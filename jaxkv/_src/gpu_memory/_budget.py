@@ -157,6 +157,10 @@ def memory_for(
         layers = jaxkv.layers_from_config(config, tensor_parallel=2)
         plan = jaxkv.plan_cache(layers, memory, max_model_len=40960, request_len=4096)
 
+    This is all that weights leave of ``utilization``; activations and logits take theirs from the
+    rest of the GPU. jax takes no more than three quarters of a GPU by default, so start it with a
+    share above ``utilization``, such as ``XLA_CLIENT_MEM_FRACTION=0.95``.
+
     Args:
       gpu: its name, such as ``"h100"``; ``python -m jaxkv plan --help`` lists them.
       config: the content of a ``config.json``; only its weights are counted.
@@ -164,7 +168,7 @@ def memory_for(
         None: counted.
       tensor_parallel: ranks among which heads and weights are divided.
       pipeline_parallel: stages among which layers are divided.
-      utilization: the engine's share of the GPU, more than 0.0 and up to 1.0.
+      utilization: the share of the GPU for weights and cache, more than 0.0 and up to 1.0.
       drafts: whether to count the layers that draft tokens.
 
     Raises:
