@@ -115,7 +115,7 @@ class Stats:
     computed_tokens, padded_tokens: tokens of steps that belong to requests, and that fill shapes.
     sampled_tokens: of all outputs.
     drafted_tokens, accepted_tokens: drafts that steps verified, and those that were right.
-    nan_tokens: those of them whose log-probability is NaN.
+    nan_tokens: sampled tokens whose log-probability is NaN.
     preemptions: of running requests.
     """
 

@@ -42,8 +42,10 @@ class StateSpec(LayerSpec):
     - ``"all"``: every block has the state at its end.
 
     shapes, dtypes: the arrays of one state, stored back to back in one page.
-    cache_mode: ``"none"``, ``"align"`` or ``"all"``, as above. The latter two keep states at
-      block boundaries, so that a prefix can be resumed.
+    cache_mode: ``"none"``, ``"align"`` or ``"all"``, as above. Prompts find prefixes with each of
+      them: with ``"none"`` and ``"align"`` up to a checkpoint, one of the few states that the block
+      manager copies for later prompts (`jaxkv.blocks.PrefixHit.chunk_ends`); with ``"all"`` up to
+      any whole block, at the price of a state for each block of the request.
     speculative_blocks: extra states for speculative tokens, in the blocks that follow the
       running state's. With ``"align"`` they move with it: a step that begins another block drops
       them, so write the accepted state with ``at=0`` in the step that accepts it. Verify drafts
