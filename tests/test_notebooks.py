@@ -101,7 +101,7 @@ for path in map(execute.pathlib.Path, sys.argv[1:]):
 
 
 def test_each_is_laid_out_for_git_and_has_the_outputs_of_all_its_cells() -> None:
-    assert len(NOTEBOOKS) == 16
+    assert len(NOTEBOOKS) == 17
     lines = run("-c", LAID_OUT, *(path.name for path in NOTEBOOKS)).split()
     for path, is_laid_out in zip(NOTEBOOKS, lines, strict=True):
         assert is_laid_out == "True", "run `python notebooks/execute.py` and commit the notebook"
