@@ -233,6 +233,18 @@ def test_tokens_behind_a_prompt_are_cached_unless_some_of_it_were_left_out(
     assert manager.find_prefix(without).num_cached_tokens == 4
 
 
+def test_an_answer_with_its_prompt_is_refused_and_the_request_goes_on() -> None:
+    """Otherwise the next prompt would hit what was never computed."""
+    manager, shape = computed_prompt(plan_of("full"), np.arange(1))
+    manager.start("a", np.arange(8))
+    for size in (8, 1, 1):
+        manager.step(shape, {"a": size})
+    with pytest.raises(ValueError, match=r"tokens must be at most 3, .* leave the prompt out"):
+        manager.finish("a", np.arange(11))
+    manager.finish("a", np.arange(8, 11))
+    assert manager.find_prefix(np.arange(17)).num_cached_tokens == 8
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("windows", 1), ("chunks", 1), ("full", 2)])
 def test_events_describe_the_group_of_their_blocks(name: str, ranks: int) -> None:
     """A block of a group holds tokens of all ranks."""

@@ -145,7 +145,8 @@ class ManagerSimulation(Simulation):
         request, prompt = self.requests[name], self.prefixes.prompts[name]
         more = None
         if prompt is not None and self.chance(0.7):
-            end = self.draw.choice([len(request.tokens), request.computed])
+            newest = min(len(request.tokens), request.computed + 1)
+            end = self.draw.choice([newest, request.computed])
             more = request.tokens[len(prompt.codes) : end]
         self.say(f"finish({name!r}, {more})")
         self.prefixes.finish(name, more)

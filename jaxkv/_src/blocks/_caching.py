@@ -122,6 +122,7 @@ class CachedPrompts:
         if prompt is None:
             return
         if prompt.may_go_on and more.size:
+            self._check_answer(row, prompt, more.size)
             prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
         computed = int(self._state.computed[row])
         count = min(computed, prompt.tokens.size)
@@ -130,6 +131,16 @@ class CachedPrompts:
             prompt.num_cached = 0  # those that were kept in place of these may be gone by now
         is_end = 0 < count == computed and not self._state.awaits_copy(row)
         self._keep(row, prompt, count, is_end=is_end and caches_end)
+
+    def _check_answer(self, row: int, prompt: CachedPrompt, count: int) -> None:
+        """Raises ValueError for more tokens than a request has computed, and its newest."""
+        known = prompt.tokens.size
+        most = max(0, int(self._state.max_computed[row]) + 1 - known)
+        if count > most:
+            raise ValueError(
+                f"tokens must be at most {most}, those that the request has got after the {known} "
+                f"that it was started with; got {count}: leave the prompt out, and rejected drafts"
+            )
 
     def used(self, row: int) -> None:
         """Forgets a row that has released its blocks; the states that it used are taken last."""

@@ -326,12 +326,13 @@ class BlockManager(Unique):
 
         Args:
           request: a running request.
-          tokens: token ids that the request generated, if it was started with ``tokens``. The
-            whole blocks of those that it computed are cached, for later prompts that begin with
-            them. Leave out rejected drafts.
+          tokens: token ids that the request generated, if it was started with ``tokens``: its
+            answer, without the prompt and without rejected drafts. The whole blocks of those that
+            it computed are cached, for later prompts that begin with them.
 
         Raises:
-          TypeError, ValueError: the request is not running, or tokens are not token ids.
+          TypeError, ValueError: the request is not running, tokens are not token ids, or more than
+            it can have generated. It goes on running.
         """
         self._prefixes.cached.finish(self._rows.row(request), tokens)
         self._end(request)

@@ -169,8 +169,9 @@ class Prompts:
         """Returns the ids after those that the manager knows; None: it wants none."""
         if not (known := self._manager.num_known_tokens(request.name)):
             return None
+        most = max(0, self._manager.num_computed_tokens(request.name) + 1 - known)
         try:
-            return self._ids(request.name, known)
+            return self._ids(request.name, known)[:most]  # without drafts, if they are among them
         except (TypeError, ValueError):  # nothing of them is cached, but a request can always end
             return None
 
