@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Output, Stats
+from jaxkv import Output
 from jaxkv._src.engine import _device, _engine, _logprobs, _shape_buckets
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._outputs import Kind
@@ -112,7 +112,7 @@ def run(engine: jaxkv.Engine, requests: Sequence[tuple[list[int], Sampling]]) ->
 def test_tokens_are_those_of_the_model_without_a_cache() -> None:
     """Greedy and drawn, chunked, forked, after prefix hits and preemptions, of all layers."""
     engine, requests = make_engine(), random_requests(1, 30)
-    before: Stats = dataclasses.replace(engine.stats)
+    before = engine.stats
     assert_right(run(engine, requests), requests)
     assert engine.stats.preemptions > before.preemptions
     assert engine.stats.cached_tokens > before.cached_tokens
@@ -152,7 +152,7 @@ def test_stats_count_what_was_served(monkeypatch) -> None:
 
 def test_samples_of_a_long_prompt_start_in_one_step() -> None:
     engine = make_engine()
-    before: Stats = dataclasses.replace(engine.stats)
+    before = engine.stats
     prompt = [*range(26)]  # shares nothing with those of other tests, which would cut its chunks
     (*outputs,) = engine.generate([prompt], Sampling(n=3, temperature=1.0, max_tokens=4))
     assert [len(output.tokens) for output in outputs] == [4, 4, 4]
@@ -1402,7 +1402,7 @@ def test_a_request_that_is_refused_leaves_nothing_and_was_passed_on_whole(monkey
         raise ValueError("refused")
 
     monkeypatch.setattr(engine._scheduler, "add", add)
-    before = dataclasses.replace(engine.stats)
+    before = engine.stats
     with pytest.raises(ValueError, match="refused"):
         engine.add("r", [1, 2, 3], Sampling(n=2, temperature=1.0, max_tokens=4), **prefix)
     assert seen == [(("r", 3), {"samples": 2, "max_tokens": 7, **prefix})]

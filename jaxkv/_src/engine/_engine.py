@@ -1,5 +1,6 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
@@ -163,7 +164,7 @@ class Engine(Unique):
             sizes = {"max_tokens": max_tokens, "has_head": head is not None}
             check_drafts(drafts, plan, others=others, **sizes)
         num_rows = max_requests if logits_processors else 0
-        self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed, num_rows)
+        self._stats, self._samples = Stats(), Samples(plan.max_model_len, seed, num_rows)
         lookahead = LOOKAHEAD_CALLS * decode_steps
         self._scheduler = Scheduler(
             self.manager,
@@ -206,7 +207,7 @@ class Engine(Unique):
         self._samples.model = ModelFacts(
             self._device.vocab_size, head is not None, self._device.has_side, reproducible
         )
-        parts = self._scheduler, self._samples, self.stats, self._device.ring(decode_steps)
+        parts = self._scheduler, self._samples, self._stats, self._device.ring(decode_steps)
         self._packer = Packer(self.manager, self._buckets, *parts, num_sampled)
         if drafts is not None:
             self._packer.drafting = Drafting(drafts, most_drafted, self._device.vocab_size)
@@ -362,6 +363,11 @@ class Engine(Unique):
         return outputs
 
     @property
+    def stats(self) -> Stats:
+        """Counts since the engine was made, as they are now."""
+        return dataclasses.replace(self._stats)
+
+    @property
     def bytes_in_flight(self) -> int:
         """Bytes on their way to host memory and back; see also `BlockManager.offload_stats`."""
         return self._device.host_blocks.bytes_in_flight
@@ -484,7 +490,7 @@ class Engine(Unique):
         self._device.options |= first.sampling.step_options
         self._samples.of_request[first.request] = samples  # from here on it is there
         self._calls.is_broken = False
-        self.stats.prompt_tokens += first.num_prompt
+        self._stats.prompt_tokens += first.num_prompt
 
 
 def _check_model(forward: Forward, head: Head | None, plan: Plan) -> None:
