@@ -242,7 +242,33 @@ def _rule(
     row_packing: LatentPacking | None,
 ) -> AttentionRule:
     """Checks that attention can read the tokens of a layer, and returns its rule."""
-    spec, layout, growth = token_spec(layer, bound.form.spec), bound.layout, bound.requests.growth
+    spec, growth = _attended_spec(layer, bound), bound.requests.growth
+    check_number(
+        scale=1.0 if scale is None else scale, soft_cap=1.0 if soft_cap is None else soft_cap
+    )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
+    if row_packing is not None:
+        _check_packing(layer, spec, row_packing)
+    else:
+        _check_readable(layer, spec)
+    _check_queries(layer, bound, spec, queries)
+    return AttentionRule(
+        scale=spec.head_size**-0.5 if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sliding_window=None if growth.window == INT32_MAX else growth.window,
+        chunk_size=None if growth.chunk == INT32_MAX else growth.chunk,
+        causal=growth.stores == "tokens",
+        value_width=spec.value_size or spec.head_size,
+        row_packing=token_head_row(spec) or row_packing,
+        reproducible=bound.batch.shape.reproducible,
+        out_dtype="float32" if bound.layout.context_parallel > 1 else None,
+    )
+
+
+def _attended_spec(layer: str, bound: BoundLayer) -> FullAttentionSpec | MLASpec:
+    """Returns the spec of a layer that queries attend to."""
+    spec, layout = token_spec(layer, bound.form.spec), bound.layout
     if isinstance(spec, RingSpec):
         raise TypeError(
             f"layer={layer!r} is a ring of tokens that are not compressed yet, to which no query "
@@ -253,27 +279,21 @@ def _rule(
             f"cache has context_parallel={layout.context_parallel} and no mesh axis over "
             "which attend could combine the ranks; pass mesh= and axis= to make_cache"
         )
-    check_number(
-        scale=1.0 if scale is None else scale, soft_cap=1.0 if soft_cap is None else soft_cap
-    )
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
-    if row_packing is not None:
-        _check_packing(layer, spec, row_packing)
-    else:
-        _check_readable(layer, spec)
-    if isinstance(spec, MLASpec):
-        kv_heads, value_size = 1, spec.value_size or spec.head_size
-    else:
-        kv_heads, value_size = spec.num_kv_heads, spec.value_size
+    return spec
+
+
+def _check_queries(
+    layer: str, bound: BoundLayer, spec: FullAttentionSpec | MLASpec, queries: Array
+) -> None:
+    """Checks the shape and the dtype of queries."""
     check_array(queries=queries)
     if not jnp.issubdtype(queries.dtype, jnp.floating) or queries.dtype.itemsize < 2:
         raise TypeError(
             f"queries has dtype {queries.dtype}, which attend cannot compute in; cast it to "
             "bfloat16, float16 or float32"
         )
-    shape, by_heads = bound.batch.token_shape, token_head_row(spec)
-    ranks = bound.ranks_of_heads
+    shape, ranks = bound.batch.token_shape, bound.ranks_of_heads
+    kv_heads = 1 if isinstance(spec, MLASpec) else spec.num_kv_heads
     heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
     wanted = (*shape, heads, spec.head_size)
     if queries.shape != wanted or not heads or heads % (kv_heads * ranks):
@@ -283,17 +303,6 @@ def _rule(
             f"of {'' if isinstance(spec, MLASpec) else 'num_kv_heads='}{kv_heads * ranks}"
             + (f" ({kv_heads} on each of {ranks} devices)" if ranks > 1 else "")
         )
-    return AttentionRule(
-        scale=spec.head_size**-0.5 if scale is None else float(scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        sliding_window=None if growth.window == INT32_MAX else growth.window,
-        chunk_size=None if growth.chunk == INT32_MAX else growth.chunk,
-        causal=growth.stores == "tokens",
-        value_width=value_size,
-        row_packing=by_heads or row_packing,
-        reproducible=bound.batch.shape.reproducible,
-        out_dtype="float32" if layout.context_parallel > 1 else None,
-    )
 
 
 def _check_packing(

@@ -234,29 +234,7 @@ def _make_layout(
     mesh: Mesh | None,
     axis: str | None,
 ) -> CacheLayout:
-    check_count(worker=worker)
-    if worker >= len(plan.layouts):
-        raise ValueError(
-            f"worker={worker} is not in 0..{len(plan.layouts) - 1}, the workers of the plan"
-        )
-    if rank is not None:
-        check_count(rank=rank)
-        if rank >= plan.context_parallel:
-            raise ValueError(
-                f"rank={rank} is not in 0..{plan.context_parallel - 1}; the plan has "
-                f"context_parallel={plan.context_parallel}"
-            )
-    if (rank is None) == (axis is None) and plan.context_parallel > 1:
-        raise ValueError(
-            f"the plan has context_parallel={plan.context_parallel}: pass either mesh= and axis=, "
-            "or rank= if each process makes a cache for its own rank"
-        )
-    ranks = 1 if mesh is None or axis is None else mesh.shape[axis]
-    if axis is not None and plan.context_parallel not in (1, ranks):
-        raise ValueError(
-            f"axis={axis!r} has {ranks} devices and the plan "
-            f"context_parallel={plan.context_parallel}; pass context_parallel={ranks} to plan_cache"
-        )
+    _check_share(plan, worker, rank, mesh, axis)
     for group in plan.groups:
         if group.block_size % interleave_tokens:
             raise ValueError(
@@ -288,6 +266,35 @@ def _make_layout(
         mesh=mesh,
         axis=axis,
     )
+
+
+def _check_share(
+    plan: Plan, worker: int, rank: int | None, mesh: Mesh | None, axis: str | None
+) -> None:
+    """Checks that the plan has such a worker, and a rank for each device of the axis."""
+    check_count(worker=worker)
+    if worker >= len(plan.layouts):
+        raise ValueError(
+            f"worker={worker} is not in 0..{len(plan.layouts) - 1}, the workers of the plan"
+        )
+    if rank is not None:
+        check_count(rank=rank)
+        if rank >= plan.context_parallel:
+            raise ValueError(
+                f"rank={rank} is not in 0..{plan.context_parallel - 1}; the plan has "
+                f"context_parallel={plan.context_parallel}"
+            )
+    if (rank is None) == (axis is None) and plan.context_parallel > 1:
+        raise ValueError(
+            f"the plan has context_parallel={plan.context_parallel}: pass either mesh= and axis=, "
+            "or rank= if each process makes a cache for its own rank"
+        )
+    ranks = 1 if mesh is None or axis is None else mesh.shape[axis]
+    if axis is not None and plan.context_parallel not in (1, ranks):
+        raise ValueError(
+            f"axis={axis!r} has {ranks} devices and the plan "
+            f"context_parallel={plan.context_parallel}; pass context_parallel={ranks} to plan_cache"
+        )
 
 
 def _global_shapes(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
