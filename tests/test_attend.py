@@ -670,7 +670,7 @@ def test_rows_that_attend_does_not_understand_are_refused(what: str, spec: Layer
     plan = cases.planned({"a": spec})
     cache = jaxkv.make_cache(plan, max_requests=cases.REQUESTS)
     batch = cases.fixed_step(plan).batch(cache, plan)
-    with pytest.raises(TypeError, match=f"layer='a' has {what}, which attend cannot read; write"):
+    with pytest.raises(TypeError, match=f"layer='a' has {what}, which .* write them with"):
         jaxkv.attend(cache, "a", batch, QUERIES)
 
 

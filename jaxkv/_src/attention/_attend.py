@@ -328,6 +328,11 @@ def _check_readable(layer: str, spec: FullAttentionSpec | MLASpec) -> None:
     unread, remedy = _unreadable(spec), ""
     if unread and isinstance(spec, MLASpec) and spec.bytes_per_token == packed_row(spec).row_bytes:
         remedy = "pass row_packing='fp8_ds_mla' if its vectors are packed like that, or "
+    if unread.startswith("compress_ratio"):  # DeepSeek-V4 and V4.1, in vLLM 0.33
+        remedy = (
+            "a vector of a group of tokens is made by weights of the model, and shares one softmax "
+            "with the layer's window of tokens, so that neither can be read alone; "
+        )
     if unread:
         raise TypeError(
             f"layer={layer!r} has {unread}, which attend cannot read; {remedy}write them with "
