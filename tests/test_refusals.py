@@ -53,7 +53,7 @@ LEAST: dict[str, int | None] = dict.fromkeys(
     "scale_bytes sink_tokens speculative_blocks max_encoder_tokens speculative_tokens forks extra "
     "usable_blocks cached_tokens shared_prefixes max_cached_tokens encoder_tokens start sequence "
     "lookahead_steps rank worker layer page_offset_bytes seed groups logprobs prompt_logprobs "
-    "replay BlockManager.fork.num_tokens "
+    "replay BlockManager.fork.num_tokens BlockManager.fork.prompt_tokens "
     "HostMemory.is_worth_it.num_tokens HostMemory.is_worth_it.num_bytes "
     "longest_model_len.max_model_len".split(),
     0,
@@ -181,7 +181,7 @@ def of_host(s: Served) -> Iterator[Call]:
     yield m.grow, {"work": {"r": 1}}
     yield m.shared_tokens, {"work": {"r": 1}, "groups": 0}
     yield m.step, {"shape": s.shape, "work": {"r": 1}, "extra": (), "ring": None}
-    yield m.fork, {"donor": "r", "into": ("copy",), "num_tokens": None}
+    yield m.fork, {"donor": "r", "into": ("copy",), "num_tokens": None, "prompt_tokens": 0}
     yield m.rewind, {"num_tokens": {}}
     yield m.trim, {"requests": ["r"]}
     options = {"max_tokens": 8, "batch_size": 4, "order": "decode_first", "preemption": True}

@@ -222,6 +222,22 @@ def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
     server.serve()
 
 
+@pytest.mark.parametrize(("name", "cached"), [("full", 9), ("windows", 8)])
+def test_samples_that_wait_for_a_row_start_with_all_of_the_prompt_that_one_has(
+    name: str, cached: int
+) -> None:
+    """Without windows that is all but the last token, and else the whole blocks."""
+    server, hits = Server(plan_of(name, 150), max_requests=2), dict[Hashable, int]()
+    server.add("a", [1, 2, 3, 4, 0] * 2, 16, samples=5)
+    server.limits["a", 1] = 12  # so that one or the other runs at any time
+    while server.scheduler.has_work:
+        schedule = server.step()
+        hits |= {one: hit.num_cached_tokens for one, hit in schedule.hits.items()}
+        server.sample(schedule)
+    assert hits == {"a": 0} | {("a", number): cached for number in range(2, 5)}
+    assert server.manager.prefix_stats().cached_blocks
+
+
 def test_samples_need_their_own_ids() -> None:
     server = Server(plan_of("full", 150))
     server.tokens["a"] = [1] * 8

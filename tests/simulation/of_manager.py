@@ -169,23 +169,26 @@ class ManagerSimulation(Simulation):
         room = self.manager.max_requests - len(self.requests)
         names = [name for name in NAMES if name not in self.requests]
         into = self.draw.sample(names, min(room, samples))
-        self.say(f"fork({donor.name!r}, {into}, num_tokens={count})")
-        if self.refused(lambda: self.manager.fork(donor.name, into, num_tokens=count)):
+        known = self.manager._prefixes.cached.num_known(self.manager.requests[donor.name])
+        known = self.finds.choice([0, self.finds.randint(0, known)])
+        options = {"num_tokens": count, "prompt_tokens": known}
+        self.say(f"fork({donor.name!r}, {into}, {options})")
+        if self.refused(lambda: self.manager.fork(donor.name, into, **options)):
             self.say("    refused")
             has_drafts = any(group.drafts for group in self.oracle.groups)
             assert count < donor.computed or has_drafts, "a fork of all tokens is refused"
             return
         for name in into:
-            tokens = donor.tokens[:count]
+            tokens = donor.tokens[: max(count, known)]
             tokens += [self._id() for _ in range(self.draw.randint(0, 4))]
             tokens = tokens[: self.plan.max_model_len]
             request = Known(name, tokens, donor.salt, donor.adapter, donor.media)
             request.encoder_tokens, request.verified = donor.encoder_tokens, len(tokens)
-            self.oracle.fork(donor, request, count)
-            known = self.manager._prefixes.cached.num_known(self.manager.requests[name])
-            assert known <= count, "a fork knows tokens that it does not share"
+            self.oracle.fork(donor, request, count, known)
+            found = self.manager._prefixes.cached.num_known(self.manager.requests[name])
+            assert found <= max(count, known), "a fork knows tokens that it does not share"
             self.requests[name] = request
-            self.prefixes.fork(donor.name, name, count)
+            self.prefixes.fork(donor.name, name, count, known)
 
     def hand_over(self) -> None:
         """Forks a request and finishes it, as an engine does with a prompt of several samples."""

@@ -157,11 +157,12 @@ class Oracle:
                 request.states[group.index][cached] = group.newest_block(cached)
         request.partial = {g.index: self._content(g, request.story[-1]) for g in self.groups}
 
-    def fork(self, donor: Known, request: Known, num_tokens: int) -> None:
-        """Starts a request with the first tokens of another."""
+    def fork(self, donor: Known, request: Known, num_tokens: int, prompt: int = 0) -> None:
+        """Starts a request with the first tokens of another, of whose prompt it has more."""
         request.story = donor.story[: num_tokens + 1]
         request.resumed = request.reached = request.unsynced = num_tokens
-        request.media, request.encoder = _cut(donor.media, num_tokens), donor.encoder
+        request.media = _cut(donor.media, max(num_tokens, prompt))
+        request.encoder = donor.encoder
         request.epoch = donor.epoch
         request.partial = {
             g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1

@@ -138,12 +138,14 @@ class ReferencePrefixes:
         prompt.ends, prompt.kept = hit.chunk_ends, hit.num_cached_tokens
         self.prompts[name] = prompt
 
-    def fork(self, donor: Hashable, name: Hashable, num_tokens: int) -> None:
+    def fork(self, donor: Hashable, name: Hashable, num_tokens: int, known: int) -> None:
         prompt = self.prompts[donor]
         if prompt is not None:
             lists = {"codes": [*prompt.codes], "story": [*prompt.story]}
-            prompt = dataclasses.replace(prompt, **lists, ends=(), is_computing=False)
-            prompt.cut(num_tokens)
+            prompt = dataclasses.replace(prompt, **lists, ends=())
+            prompt.cut(max(num_tokens, known))
+            prompt.kept = min(prompt.kept, num_tokens)
+            prompt.is_computing = num_tokens < len(prompt.codes)
         self.prompts[name] = prompt
 
     def rewind(self, name: Hashable, num_tokens: int) -> None:

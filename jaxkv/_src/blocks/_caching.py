@@ -52,18 +52,19 @@ class CachedPrompts:
         return self._of.get(row)
 
     def fork(self, donor: int, row: int, num_tokens: int) -> None:
-        """Gives a forked row the first tokens of its donor's prompt."""
+        """Gives a row that was just forked the first tokens of its donor's prompt."""
         prompt = self._of.get(donor)
         if prompt is not None:
-            self._of[row] = dataclasses.replace(
+            forked = dataclasses.replace(
                 prompt,
                 tokens=prompt.tokens[:num_tokens],
                 chunk_ends=(),
-                num_cached=min(prompt.num_cached, num_tokens),
+                num_cached=min(prompt.num_cached, self._state.computed.item(row)),
                 may_go_on=prompt.may_go_on and num_tokens >= prompt.tokens.size,
                 checkpoints=[*prompt.checkpoints],
                 chain=None if prompt.chain is None else prompt.chain.copy(),
             )
+            self.start(row, forked)
 
     def num_known(self, row: int) -> int:
         """Returns the number of first tokens of a row whose ids are known."""

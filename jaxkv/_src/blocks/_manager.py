@@ -289,7 +289,12 @@ class BlockManager(Unique):
     @_alone
     @plain_ints
     def fork(
-        self, donor: Hashable, into: Sequence[Hashable], *, num_tokens: int | None = None
+        self,
+        donor: Hashable,
+        into: Sequence[Hashable],
+        *,
+        num_tokens: int | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
         """Starts requests that share the blocks of a running request's first tokens.
 
@@ -300,6 +305,8 @@ class BlockManager(Unique):
           donor: a running request.
           into: names of the new requests.
           num_tokens: tokens of the prefix; None: all that the donor has computed.
+          prompt_tokens: first tokens of the donor's prompt that the new requests have, too, and
+            compute as far as they are not in the prefix.
 
         Raises:
           TypeError: ``into`` is not a sequence of names.
@@ -309,7 +316,7 @@ class BlockManager(Unique):
         row = self._rows.row(donor)
         computed = int(self._state.computed[row])
         num_tokens = computed if num_tokens is None else num_tokens
-        check_count(num_tokens=num_tokens)
+        check_count(num_tokens=num_tokens, prompt_tokens=prompt_tokens)
         if num_tokens > computed:
             raise _past(num_tokens, computed, donor)
         self._rows.check_new(into)
@@ -318,7 +325,7 @@ class BlockManager(Unique):
             self._prefixes.loads.discard_swapped(name)
             new = self._rows.take(name)
             self._state.fork(row, new, num_tokens, shared)
-            self._prefixes.cached.fork(row, new, num_tokens)
+            self._prefixes.cached.fork(row, new, max(num_tokens, prompt_tokens))
 
     @_alone
     def finish(self, request: Hashable, tokens: Ints | None = None) -> None:

@@ -149,7 +149,11 @@ class Admission:
         most = min(most, draft_start)
         cached, held = self._prompts.num_swapped(request, most), 0
         may_copy = self._options.forks > 0  # or it shares no blocks
-        if not cached:
+        donor = None if cached else self._donor(step, request, most)
+        if donor is not None:
+            cached = request.prompt_tokens - 1
+            held = sum(self._prompts.whole_blocks(cached))
+        elif not cached:
             cached, held = self._prompts.find(request, num_tokens, most)
             may_copy = self._options.has_states
         blocks = self._prompt_blocks(request)
@@ -159,8 +163,12 @@ class Admission:
             return None
         if not step.num_given(num_tokens - cached, draft_start=draft_start - cached):
             return None
-        hit = self._prompts.start(
-            request, num_tokens, draft_start=draft_start, max_cached_tokens=most
+        hit = (
+            self._prompts.start(
+                request, num_tokens, draft_start=draft_start, max_cached_tokens=most
+            )
+            if donor is None
+            else self._prompts.fork(donor, request)
         )
         # Too few blocks may be free for those of the prefix that are in host memory.
         cached = hit.num_cached_tokens
@@ -172,6 +180,26 @@ class Admission:
         budget.take(request, blocks - sum(hit.shared_blocks))
         self._queues.run(request, hit.row)
         return hit
+
+    def _donor(self, step: StepBudget, request: Request, most: int) -> Request | None:
+        """Returns a running request from which a waiting sample of its prompt can fork; or None.
+
+        The sample then computes one token in a step of decodes, and copies the block of that one.
+        With whole blocks alone it would compute the others of its last one, in a step for prompts.
+
+        Args:
+          most: tokens that it may share.
+        """
+        end, queues, manager = request.prompt_tokens, self._queues, self._manager
+        is_first = queues.num_tokens(request) == end and self._options.forks_late
+        if not is_first or step.forks < 1 or not 0 < end - 1 <= min(most, step.cached_tokens):
+            return None
+        for one in request.family:
+            has_all = one.row >= 0 and queues.num_computed(one) >= end
+            if has_all and not manager.pending_copies_by_row[one.row]:
+                if not manager.is_loading(one.name):
+                    return one
+        return None
 
     def _draft_start(self, request: Request) -> int:
         return self._queues.table.draft_starts.item(request.index)

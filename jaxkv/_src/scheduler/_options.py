@@ -80,6 +80,19 @@ class Options:
         kinds = {group.growth.kind for group in self.manager.plan.groups}
         return not kinds.isdisjoint(("sliding", "chunked"))
 
+    @functools.cached_property
+    def forks_late(self) -> bool:
+        """Whether samples fork from one of the same prompt that has computed more tokens.
+
+        It still has all that they read then: no window has left them, and no newer state or
+        compressed row has taken their place.
+        """
+        groups = self.manager.plan.groups
+        specs = [spec for group in groups for spec in group.specs]
+        keeps_all = all(group.growth.keeps_all_tokens for group in groups)
+        has_rows = all(getattr(spec, "compress_ratio", 1) == 1 for spec in specs)
+        return self.forks > 0 and keeps_all and has_rows
+
     @property
     def most_drafts(self) -> int:
         """Drafts after which "align" states may lie in another block; a prompt is longer."""

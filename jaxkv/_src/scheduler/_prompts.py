@@ -147,6 +147,20 @@ class Prompts:
         request.chunk_ends = sorted(n for n in ends if hit.num_cached_tokens < n <= draft_start)
         return hit
 
+    def fork(self, donor: Request, request: Request) -> PrefixHit:
+        """Starts a waiting sample with all of its prompt but the last token, from another one."""
+        manager, count = self._manager, request.prompt_tokens - 1
+        options = {"num_tokens": count, "prompt_tokens": request.prompt_tokens}
+        manager.fork(donor.name, [request.name], **options)
+        request.found, request.ids, request.chunk_ends = None, None, ()
+        row, shared = manager.requests[request.name], self.whole_blocks(count)
+        return PrefixHit(row, count, shared, ("complete",) * len(shared), ())
+
+    def whole_blocks(self, num_tokens: int) -> tuple[int, ...]:
+        """Returns, per group, the blocks that first tokens fill."""
+        plan = self._manager.plan
+        return tuple([num_tokens // (g.block_size * plan.context_parallel) for g in plan.groups])
+
     def finish(self, request: Request) -> None:
         """Ends a request in the manager, which caches its blocks for later prompts."""
         self._manager.finish(request.name, self._ids_after_prompt(request))

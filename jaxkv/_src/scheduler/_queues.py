@@ -182,6 +182,7 @@ class Queues:
             self.leave(request)
         if heir is not None:
             self.enter(heir)
+        request.family.pop(request, None)
         self.table.remove(request)
 
 

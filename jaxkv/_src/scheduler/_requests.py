@@ -32,6 +32,7 @@ class Request:
     parent: a request of the same prompt, from which it forks once the prompt is computed.
     samples: requests whose parent this one is.
     num_sampled: how many of ``samples`` get a token from the step that computes the prompt.
+    family: all requests of its prompt that have not ended, itself included, if there are several.
     passes_left: how many others may start that are behind it in line, while it does not fit.
     """
 
@@ -51,12 +52,16 @@ class Request:
     parent: "Request | None" = None
     samples: list["Request"] = dataclasses.field(default_factory=list)
     num_sampled: int = 0
+    family: dict["Request", None] = dataclasses.field(default_factory=dict)  # in order
     passes_left: int = MOST_PASSES
 
     def sample(self, name: Hashable, place: tuple[int, ...]) -> "Request":
         """Returns another request of the same prompt."""
         sizes = self.prompt_tokens, self.encoder_tokens, self.blocks
-        return Request(name, place, *sizes, self.salt, self.extra_keys, self.boundaries)
+        new = Request(name, place, *sizes, self.salt, self.extra_keys, self.boundaries)
+        new.family = self.family
+        self.family |= {self: None, new: None}
+        return new
 
 
 class RequestTable:
