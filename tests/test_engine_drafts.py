@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import Sampling
 from jaxkv._src.engine import _drafts
-from jaxkv._src.engine._drafts import FIRST_GAIN, LONGEST_PAUSE, SHORTEST_PAUSE, Drafting
+from jaxkv._src.engine._drafts import FIRST, MOST, SHARE, WAIT, Drafting
 from jaxkv.drafts import NgramDrafts
 from jaxkv.testing import count_compilations
 from tests.engine_models import (
@@ -106,7 +106,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_give_the_same_tokens(case: str, monkeypatch) -> None:
     """Sampled tokens, too: each position has its own random numbers, whatever was drafted."""
-    monkeypatch.setattr(_drafts, "LEAST_GAIN", -1.0)
+    monkeypatch.setattr(_drafts, "FIRST", 1e6)  # they are tried in any case
     layers, num_blocks, longest, max_requests = CASES[case]
     plan = plan_of(layers, num_blocks, longest)
     requests = random_requests(1, longest, ask=case == "a window")
@@ -133,27 +133,35 @@ def test_a_warm_engine_with_drafts_compiles_nothing() -> None:
     assert engine.stats.drafted_tokens and not compiled
 
 
-def drafted_steps(accepted: list[int]) -> list[int]:
-    """Returns the steps of one request with drafts, of which so many are accepted."""
-    drafting, steps = Drafting(NgramDrafts(4), 256, VOCAB), []
+def drafted_steps(accepted: list[int]) -> tuple[list[int], float]:
+    """Returns the steps with drafts, of which so many would be accepted, and what they cost."""
+    drafting, steps, lost = Drafting(NgramDrafts(4), 256, VOCAB), list[int](), 0.0
     for step, count in enumerate(accepted):
-        if drafting.left:
-            drafting.left -= 1
-            continue
-        steps.append(step)
-        drafting.verified(count, 1)
-    return steps
+        waits = drafting.may_try or step - 1 in steps[-1:]
+        lost += WAIT * waits
+        may_try = drafting.may_try
+        drafting.begin_step(waits=waits)
+        if may_try:
+            steps.append(step)
+            drafting.verified(2 * count, 2)
+            lost -= count
+        assert lost <= max(FIRST, SHARE * (step + 1))
+    return steps, lost
 
 
-def test_drafts_that_nobody_accepts_are_left_and_tried_again() -> None:
-    steps = drafted_steps([0] * 5000)
-    assert len([step for step in steps if step < 640]) <= 10 and len(steps) < 30
-    pauses = np.diff(steps)[np.diff(steps) > 1]
-    assert pauses.min() > SHORTEST_PAUSE and pauses.max() <= LONGEST_PAUSE + 1
-    again = drafted_steps([0] * 1000 + [2] * 1000)
-    assert sum(step >= 1000 for step in again) >= 1000 - LONGEST_PAUSE
-    assert len(drafted_steps([0, 0, 3] * 300)) == 900
-    assert FIRST_GAIN > _drafts.NEXT_GAIN > _drafts.LEAST_GAIN
+def test_drafts_cost_a_hundredth_of_all_steps_at_most_and_are_tried_again() -> None:
+    for count in (256, 640, 5000):
+        steps, lost = drafted_steps([0] * count)
+        assert lost <= 0.01 * count and steps[-1] >= count - 3 / SHARE
+    rng = np.random.default_rng(0)
+    for right in (0.0, 0.1, 0.3, 0.6, 0.9):
+        drafted_steps((rng.random((3000, 4)) < right).cumprod(axis=1).sum(axis=1).tolist())
+    before = [2] * 1000
+    assert len(drafted_steps(before)[0]) == 1000 and drafted_steps(before)[1] == -1375
+    again, _ = drafted_steps([0] * 1000 + before)
+    assert sum(step >= 1000 for step in again) >= 1000 - 3 / SHARE
+    late, _ = drafted_steps(before + [0] * 100)
+    assert sum(step >= 1000 for step in late) <= MOST / WAIT
 
 
 def following(ids: list[int], count: int, least: int, most: int) -> list[int]:

@@ -53,7 +53,7 @@ class Calls:
         self.device.check_awake()
         self.device.restore()
         num_left = len(self.in_flight) - 1
-        if self.packer.awaits_tokens:
+        if self.packer.awaits_tokens():
             self._collect(0)
         if len(self.in_flight) < LOOKAHEAD_CALLS:  # or a wait for the oldest was interrupted
             self.is_broken = True

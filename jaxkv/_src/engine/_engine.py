@@ -115,9 +115,9 @@ class Engine(Unique):
           drafts: an object of `jaxkv.drafts`, or your own, that proposes the next tokens of
             requests. A step verifies them together, and gives those that are right, and one more.
             Tokens are the same as without, also sampled ones. Steps of up to 128 requests, all of
-            which decode, have drafts; the host waits for each before it prepares the next. If they
-            give less than a token for four requests in the mean over some steps, they are left for
-            64 steps, and up to 512 if that goes on. Requests with logits processors get none.
+            which decode, have drafts; the host waits for each before it prepares the next. Where
+            that costs more than the tokens save, drafts are tried so rarely that it costs 1 % of
+            the steps at most. Requests with logits processors get none.
             Drafts need ``head``, and states that can be set back (``speculative_blocks``).
           chunk_tokens: as for `Scheduler`.
           forks: samples of one prompt that may start in one step; None: up to 32.

@@ -65,6 +65,7 @@ class Packer:
     offset: index on the device of the first of the tokens that the newest step samples.
     sampled: by the newest step, if its tokens are on the device.
     drafting: drafts, if the engine has any.
+    waits: the latest answer of `awaits_tokens`.
     """
 
     manager: BlockManager
@@ -77,11 +78,17 @@ class Packer:
     offset: int = 0
     sampled: Sampled = NONE_SAMPLED
     drafting: Drafting | None = None
+    waits: bool = False
 
-    @property
     def awaits_tokens(self) -> bool:
-        """Whether the next step depends on the tokens of the newest one."""
-        return bool(self.sampled.drafts) or self._may_draft
+        """Returns whether the next step depends on the tokens of the newest one.
+
+        That has drafts, or the next one may, unless the tokens before suggest none.
+        """
+        drafting, self.waits = self.drafting, bool(self.sampled.drafts)
+        if not self.waits and drafting is not None and self._may_draft:
+            self.waits = bool(drafting.propose(self._alive()))
+        return self.waits
 
     def pack(self, most_steps: int) -> list[list[Step]]:
         """Packs some decodes of one shape, or one other step; none if there is no work.
@@ -162,7 +169,7 @@ class Packer:
         All requests that run have to decode, in a step that none can enter.
         """
         drafting = self.drafting
-        if drafting is None or drafting.left:
+        if drafting is None or not drafting.may_try:
             return False
         running = self.manager.requests
         if not drafting.has_room_for(len(running)):
@@ -179,10 +186,9 @@ class Packer:
 
         The scheduler has the newest token of each request already, and gets it again with drafts.
         """
-        if not self._may_draft:
-            drafting.left = max(0, drafting.left - 1)
-            return None
-        if not (drafts := drafting.propose(self._alive())):
+        drafting.begin_step(waits=self.waits)
+        may_draft = self.waits and self._may_draft
+        if not may_draft or not (drafts := drafting.propose(self._alive())):
             return None
         self.scheduler.rewind({sample.name: len(sample.tokens) - 1 for sample in drafts})
         self.scheduler.append({sample.name: 1 + len(of) for sample, of in drafts.items()})
