@@ -449,7 +449,7 @@ def run_traffic(
         with (
             mock.patch.object(_shape_buckets, "LEAST_SAVED_BYTES", least),
             mock.patch.object(_beginnings, "LEAST_TOKENS", 2),
-            mock.patch.object(_drafts, "LEAST_GAIN", -1.0 if seed % 4 else 0.25),
+            mock.patch.object(_drafts, "FIRST", 1e6 if seed % 4 else 2.5),
         ):
             traffic = Traffic(seed, interrupts, history, seen)
             for session in sessions:

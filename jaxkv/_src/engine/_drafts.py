@@ -36,7 +36,9 @@ class Drafter(Protocol):
     ) -> Mapping[Hashable, TokenIds]:
         """Returns drafts, the tokens that may come next, for those samples that it has any for.
 
-        The same tokens have to give the same drafts where several processes serve one model.
+        The same tokens have to give the same drafts where several processes serve one model. Before
+        a step waits for the newest token of each sample, it is asked without these: where it has
+        no drafts then, the step does not wait and has none.
 
         Args:
           tokens: of each sample, by (request, number of the sample): the prompt, and what follows.

@@ -85,7 +85,7 @@ class Packer:
 
         That has drafts, or the next one may, unless the tokens before suggest none.
         """
-        drafting, self.waits = self.drafting, bool(self.sampled.drafts)
+        drafting, self.waits = self.drafting, bool(self.sampled.drafts and self._alive())
         if not self.waits and drafting is not None and self._may_draft:
             self.waits = bool(drafting.propose(self._alive()))
         return self.waits
