@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import Ref, full_like, widen
 from pallas_kernels._paged_attention.partial import PartialSoftmax as PartialSoftmax
 from pallas_kernels._paged_attention.rule import Config
@@ -37,6 +38,8 @@ def multiply(left: Array | Ref, right: Ref) -> Array:
 
 def add_product(sums: Array, left: Array | Ref, right: Ref) -> Array:
     """Returns float32 sums plus the product of two matrices, by wgmma."""
+    if not _mosaic.OPERANDS_IN_REGISTERS:
+        return sums + multiply(left, right)
     start: Ref = plgpu.ACC.init(sums)
     result: Ref = pl.run_state(lambda sums: plgpu.wgmma(sums, left, right))(start)
     return result

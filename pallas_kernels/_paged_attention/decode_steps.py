@@ -20,7 +20,7 @@ from pallas_kernels._mosaic import (
     widen_halves_to_bf16,
 )
 from pallas_kernels._paged_attention import common
-from pallas_kernels._paged_attention.common import multiply
+from pallas_kernels._paged_attention.common import add_product, multiply
 from pallas_kernels._paged_attention.copies import copies_of
 from pallas_kernels._paged_attention.decode_block import COLUMNS, DecodeOperands, DecodeScratch
 from pallas_kernels._paged_attention.decode_shape import SCALES, DecodeShape
@@ -167,8 +167,8 @@ class DecodeSteps:
         for (first, width), sums in zip(self.config.value_parts, before, strict=True):
             part = values.at[:, pl.ds(first, width)].T
             sums = sums * lax.broadcast_in_dim(shrink, sums.shape, [1])
-            added = sums + multiply(part, weights) if by_wgmma else add_by_mma(sums, part, weights)
-            out.append(added)
+            add = add_product if by_wgmma else add_by_mma
+            out.append(add(sums, part, weights))
         return out
 
     def _seen(self, tile: Tile, step: Array, holes: Array, shape: tuple[int, int]) -> Array:

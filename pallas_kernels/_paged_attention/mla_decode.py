@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float32
 
-from pallas_kernels import _capability, _mosaic
+from pallas_kernels import _capability
 from pallas_kernels._mosaic import Ref, Scratch, call_unfused, store, store_first_rows, tiled
 from pallas_kernels._paged_attention import common, mla_rows
 from pallas_kernels._paged_attention.common import PartialSoftmax, add_product, multiply
@@ -477,8 +477,6 @@ class _Decoder:
             pl.ds(half * self.half, self.half),
         )
         values = self.latents.values(line_step, self._stage(line_step), columns)
-        if not _mosaic.OPERANDS_IN_REGISTERS:
-            return out + multiply(weights, values)
         return add_product(out, weights, values)
 
     def _widen(

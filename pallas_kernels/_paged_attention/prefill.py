@@ -443,12 +443,13 @@ class _Prefiller(PrefillBlock):
     def _add_product(self, running: _Running, stage: Array) -> Array:
         """Returns the output plus the weighted sum of the values in a stage."""
         values = self.smem.values.at[stage]
-        if _mosaic.OPERANDS_IN_REGISTERS:
-            return add_product(running.out, running.weights, values)
-        staged = self.smem.weights.at[self.warpgroup]
-        staged[...] = running.weights
-        plgpu.commit_smem()
-        return running.out + multiply(staged, values)
+        weights = running.weights
+        if not _mosaic.OPERANDS_IN_REGISTERS:
+            staged = self.smem.weights.at[self.warpgroup]
+            staged[...] = weights
+            plgpu.commit_smem()
+            weights = staged
+        return add_product(running.out, weights, values)
 
     @override
     def values_of(self, item: Item, step: Array) -> Ref:
