@@ -25,7 +25,8 @@ SCALES = 4  # float32 of a key and a value of 2 heads, which a copy of 16 bytes 
 MAX_MMA_ROWS = 16
 PREFILL_ROWS = 64  # queries of a warpgroup in the kernel for many; fewer tokens do not take it
 MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile
-MAX_SUMS = 64 * 256  # rows times the width of values, limited by registers
+MAX_SUMS = 64 * 256  # rows times the width of values, limited by registers, of which some spill
+FEW_SUMS = MAX_SUMS // 2  # and of which none does
 
 
 class DecodeShape(NamedTuple):
@@ -198,10 +199,14 @@ def decode_size(arrays: AttentionArrays, config: Config) -> int:
     """Returns the queries of a tile: about as many as the requests of the batch have.
 
     At least `MIN_QUERIES`, because with padding in the batch requests have more than the average.
+    Among prompts, which have tiles of their own, only as many as no register is spilled for.
     """
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
     usual = min(config.max_queries, max(MIN_QUERIES, per_request))
-    return min(1 << (usual - 1).bit_length(), MAX_QUERIES, max_queries(arrays, config))
+    size = min(1 << (usual - 1).bit_length(), MAX_QUERIES, max_queries(arrays, config))
+    if config.max_queries > MAX_QUERIES:
+        size = min(size, max(1, FEW_SUMS // (config.value_width * config.group)))
+    return size
 
 
 def may_have_many(arrays: AttentionArrays, config: Config, size: int) -> bool:

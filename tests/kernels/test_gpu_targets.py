@@ -24,11 +24,11 @@ STARTED = {
     **dict.fromkeys(("8.0", "8.6", "8.9"), EVERYWHERE),
     "9.0": set(KERNELS),
 }
-# Bytes, at most: kernels of a Hopper alone, and tiles of 64 rows of the one for decodes.
+# Bytes, at most.
 MAY_SPILL = {
     "paged_attention_prefill": 650,  # some on 10.0, few of them in each step
     "recurrent_prompt_parts": 300,
-    "paged_attention_decode": 750,  # of heads 256 wide and 32 rows
+    "paged_attention_decode": 20,  # of latents on 10.0
 }
 
 
