@@ -23,6 +23,13 @@ FOURS = plgpu.Layout.TILED(
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
+# 32 rows, each in a quarter of a warp, whose warps have 8 columns of 32 each.
+ROWS_32 = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 32), (32, 8), (8, 8), (2,))),
+    warp_dims=(-6,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
 LOG2E = math.log2(math.e)
 
 
@@ -146,20 +153,21 @@ def zero_unseen(
     key: Array,
     seen: tuple[Array, Array],
 ) -> None:
-    """Copies 64 rows of values to a buffer, with zeros for rows that no query sees.
+    """Copies 64 or 32 rows of values to a buffer, with zeros for rows that no query sees.
 
     Values that no query sees may be NaN, and 0 * NaN is NaN.
 
     Args:
-      key: position of the first row, a multiple of 64 from the beginning of its step.
+      key: position of the first row, a multiple of 64 from the beginning of its step, or that.
       seen: first position that a query sees, and one past the last.
     """
     begin, end = seen
-    loaded = source[...]
+    layout = plgpu.Layout.WGMMA if source.shape[0] % 64 == 0 else ROWS_32
+    loaded = source[...] if layout is plgpu.Layout.WGMMA else plgpu.load(source, layout=layout)
     if loaded.dtype != target.dtype:
         loaded = widen(loaded, target.dtype)
-    values = plgpu.layout_cast(loaded, plgpu.Layout.WGMMA)
-    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    values = plgpu.layout_cast(loaded, layout)
+    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
     keys = row + key
     known = steps.is_allocated(row + lax.rem(key, steps.size), holes)
     known &= (keys >= begin) & (keys < end)

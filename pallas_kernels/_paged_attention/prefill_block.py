@@ -328,13 +328,13 @@ class PrefillBlock:
         def _() -> None:
             holes = self._holes(item, step)
             width = math.gcd(self.config.value_width, 64)  # registers are short
-            columns = self.config.value_width // width
+            columns, rows = self.config.value_width // width, min(keys, 64)
 
-            @pl.loop(0, keys // 64 * columns)
+            @pl.loop(0, keys // rows * columns)
             def _(i: Array) -> None:
-                first = pl.multiple_of(lax.div(i, columns) * 64, 64)
+                first = pl.multiple_of(lax.div(i, columns) * rows, rows)
                 column = pl.multiple_of(lax.rem(i, columns) * width, width)
-                part = values.at[pl.ds(first, 64), pl.ds(column, width)]
+                part = values.at[pl.ds(first, rows), pl.ds(column, width)]
                 seen = tile.begin, tile.end
                 common.zero_unseen(part, part, self.steps, holes, key + first, seen)
 

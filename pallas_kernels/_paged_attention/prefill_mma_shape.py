@@ -18,7 +18,7 @@ from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.steps import Steps
 from pallas_kernels._paged_attention.tiles import AttentionArrays
 
-KEYS = 64  # of a step
+KEYS, FEWER_KEYS = 64, 32  # of a step; with fewer, more thread blocks with wide rows fit on an SM
 MAX_STAGES = 2
 BY_REGISTERS = 2  # thread blocks on an SM: threads have up to 255 registers
 WIDEST_TILE = 128  # of keys and of values, for which registers hold the sums of a whole tile
@@ -49,9 +49,12 @@ class MmaShape(NamedTuple):
         by_tma = _capability.instructions_of("prefill") != "mma, cp.async"
         most = 1 if max(config.key_width, config.value_width) > WIDEST_TILE else 2
         stages = 1 if page.itemsize == 1 else MAX_STAGES
-        steps = step_sizes(arrays, KEYS)
+        # Rows that are widened are loaded by 64, and 32 are cleaned by 32 columns.
+        may_have_fewer = most == 1 and page.itemsize > 1 and config.value_width % 32 == 0
+        sizes = (KEYS, FEWER_KEYS) if may_have_fewer else (KEYS,)
         shapes = [
-            cls(config, steps, page, compute, by_tma, halves, count)
+            cls(config, step_sizes(arrays, keys), page, compute, by_tma, halves, count)
+            for keys in sizes
             for halves in range(most, 0, -1)
             for count in range(stages, 0, -1)
         ]
