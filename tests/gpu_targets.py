@@ -179,6 +179,8 @@ def attention() -> Iterator[tuple[str, Any, Any]]:
         given = struct((256, 16, 128), BF16), pages, TABLES, IDS, STARTS
         yield f"prompts{name}", attend, given
         yield f"latents{name}", of_latents, (struct((4, 16, 576), BF16), latents, TABLES, IDS)
+    given = struct((4, 128, 576), BF16), struct((99, 64, 1, 576), BF16), TABLES, IDS
+    yield "latents of 128 heads", of_latents, given
     packed = functools.partial(attend, value_width=512, row_packing="fp8_ds_mla")
     given = struct((4, 16, 576), BF16), struct((99, 64, 1, 656), jnp.uint8), TABLES, IDS
     yield "latents, packed", packed, given

@@ -22,10 +22,10 @@ class Copies(Protocol):
     def wait(self, full: Ref, stage: Array | int, is_last: Array) -> None:
         """Waits for a step; ``is_last``: fewer steps than stages follow."""
 
-    def start_query(self, source: Ref, target: Ref, full: Ref) -> None:
+    def start_query(self, source: Ref, target: Ref, full: Ref, index: Array | int) -> None:
         """Starts copying queries [rows, K], if that needs no waiting."""
 
-    def finish_query(self, source: Ref, target: Ref, full: Ref) -> None:
+    def finish_query(self, source: Ref, target: Ref, full: Ref, index: Array | int) -> None:
         """Ends copying queries, after copies of steps were started."""
 
     def store_weights(self, target: Ref, weights: Array) -> None:
@@ -47,11 +47,11 @@ class _Tma:
     def wait(self, full: Ref, stage: Array | int, is_last: Array) -> None:
         plgpu.barrier_wait(full.at[stage])
 
-    def start_query(self, source: Ref, target: Ref, full: Ref) -> None:
-        plgpu.copy_gmem_to_smem(source, target, full.at[0])
+    def start_query(self, source: Ref, target: Ref, full: Ref, index: Array | int) -> None:
+        plgpu.copy_gmem_to_smem(source, target, full.at[index])
 
-    def finish_query(self, source: Ref, target: Ref, full: Ref) -> None:
-        plgpu.barrier_wait(full.at[0])
+    def finish_query(self, source: Ref, target: Ref, full: Ref, index: Array | int) -> None:
+        plgpu.barrier_wait(full.at[index])
 
     def store_weights(self, target: Ref, weights: Array) -> None:
         target[...] = weights  # by stmatrix
@@ -80,10 +80,10 @@ class _CpAsync:
         pl.when(is_last)(lambda: plgpu.wait_gmem_to_smem(0))
         pl.when(~is_last)(lambda: plgpu.wait_gmem_to_smem(self.ahead))
 
-    def start_query(self, source: Ref, target: Ref, full: Ref) -> None:
+    def start_query(self, source: Ref, target: Ref, full: Ref, index: Array | int) -> None:
         pass
 
-    def finish_query(self, source: Ref, target: Ref, full: Ref) -> None:
+    def finish_query(self, source: Ref, target: Ref, full: Ref, index: Array | int) -> None:
         # 8 rows have too few tiles for cp.async.
         layout = plgpu.Layout.MMA_RHS(target.dtype)
         for row in range(0, target.shape[0], 8):

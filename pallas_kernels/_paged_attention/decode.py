@@ -11,9 +11,10 @@ Memory is the bound, so that mma, which all GPUs have, costs a Hopper less than 
 wgmma. What differs between GPUs is how they copy: see `Copies`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,18 @@ from pallas_kernels._paged_attention.decode_block import (
     DecodeScratch,
     Outputs,
 )
-from pallas_kernels._paged_attention.decode_shape import SCALE, SINKS, VALUE_SCALE, DecodeShape
-from pallas_kernels._paged_attention.decode_steps import DecodeSteps, RunningSoftmax, Step
+from pallas_kernels._paged_attention.decode_shape import (
+    SCALE,
+    SINKS,
+    VALUE_SCALE,
+    DecodeShape,
+)
+from pallas_kernels._paged_attention.decode_steps import (
+    DecodeSteps,
+    RunningSoftmax,
+    Step,
+    over_keys,
+)
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.tasks import (
     TaskMap,
@@ -69,6 +80,12 @@ def decode(
     """
     config, rows = shape.config, shape.rows
     results = (tasks.num_splits, config.kv_heads, rows)
+    threads: dict[str, Any] = {}
+    params = plgpu.CompilerParams(approx_math=True)
+    if shape.warpgroups > 1:
+        threads = {"num_threads": shape.warpgroups, "thread_name": "warpgroup"}
+        # All warpgroups would exchange numbers in the same memory; see `over_keys`.
+        params = dataclasses.replace(params, reduction_scratch_bytes=0)
     call = plgpu.kernel(
         lambda *refs: _Decoder(
             shape, DecodeOperands.from_refs(*refs[:-1], shape=shape), refs[-1]
@@ -81,11 +98,12 @@ def decode(
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ],
-        grid=(config.kv_heads, shape.num_workers),
+        grid=(config.kv_heads // shape.warpgroups, shape.num_workers),
         grid_names=("head", "worker"),
+        **threads,
         kernel_name="paged_attention_decode",
         scratch_types=[DecodeScratch.from_shape(shape)],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=params,
     )
     first_row = pages.first_row().reshape(1)
     arrays = [tasks.tiles, tasks.workers, tables, queries, numbers, first_row]
@@ -128,16 +146,16 @@ class _Decoder(DecodeSteps):
     def _attend(self, part: _Part) -> None:
         """Attends from a tile's queries to the keys of a part."""
         source = self.operands.queries.at[part.index, self.head]
-        self.copies.start_query(source, self.smem.query, self.smem.query_full)
+        self.copies.start_query(source, self.query, self.smem.query_full, self.warpgroup)
         stages, granules, request = self.shape.stages, self.steps.granules, part.tile.request
 
         def begin(stage: Array, holes: Array) -> Array:
             granule_rows, found = self._locate(request, part.first_step + stage)
-            pl.when(stage < part.num_steps)(lambda: self._fetch(granule_rows, stage))
+            self._refill(stage < part.num_steps, granule_rows, stage)
             return holes | (found << (stage * granules))
 
         holes = lax.fori_loop(0, stages, begin, jnp.int32(0))
-        self.copies.finish_query(source, self.smem.query, self.smem.query_full)
+        self.copies.finish_query(source, self.query, self.smem.query_full, self.warpgroup)
         scale = self.operands.numbers[self.head, SCALE]
 
         def step(i: Array, carry: _Carry) -> _Carry:
@@ -149,7 +167,8 @@ class _Decoder(DecodeSteps):
             is_last = i + stages >= part.num_steps
             here = Step(part.tile, number, stage, (holes >> shift) & mask, is_last)
             running = self._step(here, scale, running)
-            pl.when(~is_last)(lambda: self._fetch(granule_rows, stage))
+            self._free(stage)
+            self._refill(~is_last, granule_rows, stage)
             return running, (holes & ~(mask << shift)) | (found << shift)
 
         self._each_step(part, step, holes)
@@ -231,4 +250,5 @@ class _Decoder(DecodeSteps):
             store(self.operands.splits.out.at[(*slot, pl.ds(first, len(out)), rows)], out)
             first += len(out)
         store(self.operands.splits.highest.at[(*slot, rows)], running.highest)
-        store(self.operands.splits.total.at[(*slot, rows)], running.total.sum(axis=0))
+        total = over_keys("add", running.total, self.reduced)
+        store(self.operands.splits.total.at[(*slot, rows)], total)

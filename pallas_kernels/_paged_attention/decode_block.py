@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, Scratch, tiled, tiled_by
 from pallas_kernels._paged_attention.copies import copies_of
-from pallas_kernels._paged_attention.decode_shape import SCALES, DecodeShape
+from pallas_kernels._paged_attention.decode_shape import REDUCED, SCALES, DecodeShape
 from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.tasks import STEP
 
@@ -54,8 +54,10 @@ class DecodeScratch[T](NamedTuple):
     loaded: stages of steps, each key followed by its value.
     query: the queries of a tile.
     weights: of the keys of a step.
+    reduced: what warps exchange of sums over keys; None: Mosaic has memory for it.
     staged: some rows of the output, for each window of values; none if tiles are not finished.
     loaded_full, query_full: barriers of copies by TMA; None for others.
+    loaded_free: a barrier for each stage, at which the warpgroups arrive; None for one warpgroup.
     widened: values of 8 or 4 bits in 16 bits; None for 16-bit pages.
     scales: stages of the scales of keys and values; None if tokens have none of their own.
     """
@@ -63,30 +65,36 @@ class DecodeScratch[T](NamedTuple):
     loaded: T
     query: T
     weights: T
+    reduced: T
     staged: list[T]
     loaded_full: T
+    loaded_free: T
     query_full: T
     widened: T
     scales: T
 
     @classmethod
     def from_shape(cls, shape: DecodeShape) -> "DecodeScratch[Scratch]":
-        config, row = shape.config, shape.config.token_head_row
+        config, row, own = shape.config, shape.config.token_head_row, shape.own
         # Elements of 4 bits are those of a half of a key or of a value.
         align = math.gcd(*config.stored_widths)
         copies = copies_of(shape)
         num_copies = shape.steps.granules * (1 if row is None else 2)
         return cls(
             loaded=tiled_by((shape.stages, STEP, shape.width), shape.page, shape.swizzle),
-            query=tiled((shape.rows, config.key_width), shape.compute, align),
-            weights=tiled((shape.rows, STEP), shape.value_compute, math.gcd(align, STEP)),
+            query=tiled((*own, shape.rows, config.key_width), shape.compute, align),
+            weights=tiled((*own, shape.rows, STEP), shape.value_compute, math.gcd(align, STEP)),
+            reduced=plgpu.SMEM((*own, REDUCED), jnp.float32) if own else None,
             staged=[
                 plgpu.SMEM((shape.staged, width), config.out_dtype)
                 for _, width in config.value_parts
                 if shape.finishes
             ],
             loaded_full=copies.barrier(shape.stages, num_copies),
-            query_full=copies.barrier(1, 1),
+            loaded_free=plgpu.Barrier(num_barriers=shape.stages, num_arrivals=shape.warpgroups)
+            if own
+            else None,
+            query_full=copies.barrier(shape.warpgroups, 1),
             widened=tiled((STEP, config.value_width), shape.value_compute, config.stored_widths[1])
             if shape.widens
             else None,

@@ -27,6 +27,7 @@ PREFILL_ROWS = 64  # queries of a warpgroup in the kernel for many; fewer tokens
 MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile
 MAX_SUMS = 64 * 256  # rows times the width of values, limited by registers, of which some spill
 FEW_SUMS = MAX_SUMS // 2  # and of which none does
+REDUCED = 256  # float32 that the warps of a warpgroup exchange
 
 
 class DecodeShape(NamedTuple):
@@ -38,6 +39,7 @@ class DecodeShape(NamedTuple):
     by_tma: whether pages are copied by TMA; else by cp.async.
     by_wgmma: whether products are by wgmma; else by mma.
     finishes: whether a tile that one thread block serves whole is finished there.
+    warpgroups: of a thread block, with the queries of a KV head each; they share latent vectors.
     """
 
     config: Config
@@ -48,6 +50,12 @@ class DecodeShape(NamedTuple):
     by_tma: bool = True
     by_wgmma: bool = False
     finishes: bool = False
+    warpgroups: int = 1
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Returns the leading axis of shared memory of which each warpgroup has a part."""
+        return (self.warpgroups,) if self.warpgroups > 1 else ()
 
     @property
     def widens(self) -> bool:
@@ -105,21 +113,23 @@ class DecodeShape(NamedTuple):
         by_registers = 4 if self.rows == 8 and (is_narrow or not self.widens) else 2
         if self.rows <= 16 and (is_narrow or self.widens):
             by_registers = max(by_registers, 3)
+        by_registers //= self.warpgroups
         by_memory = _capability.shared_memory_bytes() // self._shared_bytes(self.stages)
         return max(1, min(by_registers, by_memory, LOOKAHEAD_BYTES // lookahead))
 
     @property
     def num_workers(self) -> int:
         blocks = _capability.max_thread_blocks(self.thread_blocks_per_sm)
-        return max(1, blocks // self.config.kv_heads)
+        return max(1, blocks // (self.config.kv_heads // self.warpgroups))
 
     def _shared_bytes(self, stages: int) -> int:
         """Returns the shared memory of a thread block."""
         config, rows = self.config, self.rows
         arrays = [
             stages * STEP * self.row_bytes,
-            rows * config.key_width * 2,  # queries
-            rows * STEP * 2,  # weights
+            self.warpgroups * rows * config.key_width * 2,  # queries
+            self.warpgroups * rows * STEP * 2,  # weights
+            (self.warpgroups > 1) * self.warpgroups * REDUCED * 4,
             self.widens * STEP * config.value_width * 2,
             (config.token_head_row is not None) * stages * STEP * SCALES * 4,
             *[self.staged * width * config.out_dtype.itemsize for _, width in config.value_parts],
@@ -167,6 +177,10 @@ def decode_shape(
         by_wgmma=by_wgmma,
         finishes=finishes and by_tma and page.itemsize > 1,
     )
+    if config.values_in_keys and by_tma and config.kv_heads % 2 == 0 and page.itemsize > 1:
+        # Widened values would need a buffer for each of the warpgroups.
+        both = shape._replace(warpgroups=2, finishes=False)
+        shape = both if both.stages >= shape._replace(finishes=False).stages else shape
     # Where shared memory is short, another kernel finishes.
     return shape if shape.stages else shape._replace(finishes=False)
 

@@ -1,8 +1,9 @@
 """A step of decoding: 64 keys of a request, added to the softmax of its queries."""
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -10,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float32
 
+from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import (
     Ref,
     add_by_mma,
@@ -53,6 +55,24 @@ class Step(NamedTuple):
     is_last: Array
 
 
+def over_keys(operation: Literal["max", "add"], array: Array, reduced: Ref) -> Array:
+    """Returns the sum or maximum of each column, [keys, columns].
+
+    Args:
+      reduced: memory that the warps of a warpgroup exchange numbers in; None: Mosaic's, which is
+        there once for all warpgroups.
+    """
+    if reduced is None or not _mosaic.OPERANDS_IN_REGISTERS:
+        return array.max(axis=0) if operation == "max" else array.sum(axis=0)
+    result = plgpu.ShapeDtypeStruct(array.shape[1:], array.dtype, COLUMNS)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)
+    def reduce(_: Any, given: Any, scratch: Any) -> Any:
+        return given.reduce(operation, 0, scratch)
+
+    return reduce(array, reduced)
+
+
 class DecodeSteps:
     """Loads and computes steps, in one thread block."""
 
@@ -62,6 +82,14 @@ class DecodeSteps:
         self.shape, self.config, self.steps = shape, shape.config, shape.steps
         self.operands, self.smem, self.copies = operands, scratch, copies_of(shape)
         self.head, self.worker = lax.axis_index("head"), lax.axis_index("worker")
+        self.query, self.weights, self.reduced = scratch.query, scratch.weights, scratch.reduced
+        self.warpgroup: Array | int = 0
+        if shape.warpgroups > 1:
+            self.warpgroup = lax.axis_index("warpgroup")
+            self.head = self.head * shape.warpgroups + self.warpgroup
+            self.query, self.weights, self.reduced = [
+                part.at[self.warpgroup] for part in (self.query, self.weights, self.reduced)
+            ]
         self.first_row, column = self.steps.head(operands.first_row[0], self.head)
         self.columns = pl.ds(column, shape.width)
 
@@ -94,6 +122,19 @@ class DecodeSteps:
                 target = self.smem.scales.at[stage, pl.ds(j * n, n)]
                 self.copies.start(source, target, self.smem.loaded_full, stage)
 
+    def _free(self, stage: Array) -> None:
+        """Tells that a warpgroup has used a stage; the one that loads waits for the other one."""
+        if self.smem.loaded_free is not None:
+            plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
+            wait = functools.partial(plgpu.barrier_wait, self.smem.loaded_free.at[stage])
+            pl.when(self.warpgroup == 0)(wait)
+
+    def _refill(self, follows: Array, granule_rows: list[Array], stage: Array) -> None:
+        """Starts loading a step, if one follows, by one of the warpgroups."""
+        if self.shape.warpgroups > 1:
+            follows &= self.warpgroup == 0
+        pl.when(follows)(lambda: self._fetch(granule_rows, stage))
+
     def _step(self, here: Step, scale: Array, running: RunningSoftmax) -> RunningSoftmax:
         """Adds the 64 keys in a stage to a running softmax."""
         shape, (tile, step, stage, holes, is_last) = (STEP, self.shape.rows), here
@@ -107,7 +148,7 @@ class DecodeSteps:
         scores, factor = common.cap(self.config, products, scale)
         seen = self._seen(tile, step, holes, shape)
         scores = lax.select(seen, scores * factor, full_like(scores, -jnp.inf))
-        highest = lax.max(running.highest, scores.max(axis=0))
+        highest = lax.max(running.highest, over_keys("max", scores, self.reduced))
         finite = common.finite_or_zero(highest)
         shrink = jnp.exp2(running.highest - finite)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
@@ -115,7 +156,7 @@ class DecodeSteps:
         if value_scales is not None:  # NaN of tokens that no query sees
             weights = weights * lax.broadcast_in_dim(value_scales, shape, [0])
             weights = lax.select(seen, weights, full_like(weights, 0))
-        self.copies.store_weights(self.smem.weights.T, weights.astype(self.shape.value_compute))
+        self.copies.store_weights(self.weights.T, weights.astype(self.shape.value_compute))
         self._clean_values(tile, step, holes, values, clean)
         self.copies.commit()
         out = self._add_values(running.out, shrink, clean)
@@ -126,15 +167,15 @@ class DecodeSteps:
         width = self.config.stored_widths[0]
         keys = self.smem.loaded.at[stage, :, pl.ds(0, width)]
         if self.shape.by_wgmma:
-            return multiply(keys, self.smem.query.T)
+            return multiply(keys, self.query.T)
         zeros = jnp.zeros((STEP, self.shape.rows), jnp.float32)
         products = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
         left = plgpu.Layout.MMA_LHS(self.shape.compute)
         if self.shape.is_4_bit:
             lower, upper = widen_halves(plgpu.load(keys, layout=left, optimized=False))
-            query = self.smem.query.at[:, pl.ds(width, width)]
+            query = self.query.at[:, pl.ds(width, width)]
             products = add_by_mma(products, upper, query.T) * (1 / 16)
-            return add_by_mma(products, lower, self.smem.query.at[:, pl.ds(0, width)].T)
+            return add_by_mma(products, lower, self.query.at[:, pl.ds(0, width)].T)
         together = width
         if width * self.shape.rows > MAX_LOADED:
             tile = self.shape.swizzle // self.shape.page.itemsize
@@ -145,7 +186,7 @@ class DecodeSteps:
             if self.shape.widens:
                 loaded = plgpu.load(part, layout=left, optimized=False)
                 part = widen(loaded, self.shape.compute)
-            products = add_by_mma(products, part, self.smem.query.at[:, columns].T)
+            products = add_by_mma(products, part, self.query.at[:, columns].T)
         return products
 
     def _load_scales(self, stage: Array) -> tuple[Array, Array]:
@@ -160,7 +201,7 @@ class DecodeSteps:
 
     def _add_values(self, before: list[Array], shrink: Array, values: Ref) -> list[Array]:
         """Returns the sums of values, shrunk, plus the values of a step times their weights."""
-        by_wgmma, weights = self.shape.by_wgmma, self.smem.weights.T
+        by_wgmma, weights = self.shape.by_wgmma, self.weights.T
         if not by_wgmma:  # once for all parts
             weights = plgpu.load(weights, layout=plgpu.Layout.MMA_RHS(self.shape.value_compute))
         out: list[Array] = []
