@@ -430,7 +430,7 @@ def engine_of_three_steps() -> jaxkv.Engine:
 
 
 def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
-    engine, requests = engine_of_three_steps(), random_requests(1, 8)
+    engine, requests = engine_of_three_steps(), without_limits(random_requests(1, 8))
     assert_right(run(engine, requests), requests, ("full", "state"))
     assert engine.stats.calls < engine.stats.steps
 
@@ -838,7 +838,7 @@ def test_requests_go_on_after_sleep(level: int) -> None:
 def test_a_lost_call_runs_again(lost: str, decode_steps: int, monkeypatch) -> None:
     """Whether it was packed or not."""
     engine = engine_of_three_steps() if decode_steps == 3 else make_engine()
-    requests = random_requests(0, 6)
+    requests = without_limits(random_requests(0, 6))
     failures = iter([*[*[False] * decode_steps, True] * 4, True])
     owner = engine._device if lost == "run" else engine.manager
     right = getattr(owner, lost)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import pickle
 import re
 import shlex
 import subprocess
@@ -36,24 +37,26 @@ def without_a_cache(params, ids: list[int]) -> np.ndarray:
     return np.einsum("thd,vhd->tv", x, np.asarray(params["head"]))
 
 
-def test_the_example_prints_what_is_shown_and_serves_the_model_without_a_cache(capsys) -> None:
-    scope: dict = {}
-    (example,) = blocks("python")
-    exec(compile(example, "README.md", "exec"), scope)
-    assert capsys.readouterr().out == blocks("text")[0]
-    prompts = [[3, 1, 4, 1, 5], [2, 7, 1]]
-    for output in scope["engine"].generate(prompts, jaxkv.Sampling(max_tokens=20)):
-        prompt = prompts[output.request]
-        logits = without_a_cache(scope["params"], [*prompt, *output.tokens])[len(prompt) - 1 : -1]
-        assert output.tokens == logits.argmax(axis=1).tolist()
+SERVE_MORE = """
+import pickle, sys, numpy
+prompts = [[3, 1, 4, 1, 5], [2, 7, 1]]
+outputs = engine.generate(prompts, jaxkv.Sampling(max_tokens=20))
+served = [(prompts[output.request], output.tokens) for output in outputs]
+pickle.dump((jax.tree.map(numpy.asarray, params), served), open(sys.argv[1], "wb"))
+"""
 
 
-def test_the_examples_run_on_one_device_too() -> None:
-    """The suite has eight virtual ones."""
+def test_the_example_prints_what_is_shown_and_serves_the_model_without_a_cache(tmp_path) -> None:
+    """In a process with one device; the suite has eight virtual ones."""
     (example,) = blocks("python")
+    command = [sys.executable, "-c", example + SERVE_MORE, str(tmp_path / "served")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    printed = subprocess.check_output([sys.executable, "-c", example], env=environment, text=True)
+    printed = subprocess.check_output(command, env=environment, text=True)
     assert printed == blocks("text")[0]
+    params, served = pickle.loads((tmp_path / "served").read_bytes())
+    for prompt, tokens in served:
+        logits = without_a_cache(params, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(axis=1).tolist()
 
 
 def test_the_command_prints_what_is_shown(capsys: pytest.CaptureFixture) -> None:

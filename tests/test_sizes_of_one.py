@@ -98,8 +98,9 @@ def sampled(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-2, 3, shape).astype(np.float64)  # exact in every dtype
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("order", "heads"), [*((order, 1) for order in ORDERS), *((order, 2) for order in ORDERS[1::2])]
+)
 def test_a_cache_of_every_order_and_kind_serves_one_token(order: str, heads: int) -> None:
     index, kinds = ORDERS.index(order), KINDS
     block_size = 1 + (index + heads) % 2
