@@ -1332,7 +1332,12 @@ MISTAKES = {
     "the model's arguments swapped": (
         lambda e: made(forward=lambda step, params: forward(params, step)),
         TypeError,
-        r"forward takes the step for its params \(.*; the order is forward\(params, step\)",
+        r"forward has params and step in the wrong order \(.*; it is called as forward\(params, st",
+    ),
+    "a step has no such thing": (
+        lambda e: made(forward=lambda params, step: step.token_idz),
+        AttributeError,
+        "^'StepContext' object has no attribute 'token_idz'",
     ),
     "params with a name": (
         lambda e: made(params={"name": "llama"}),

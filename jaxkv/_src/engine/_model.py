@@ -68,9 +68,9 @@ class Model(NamedTuple):
         try:
             given = self.forward(params, step)
         except (AttributeError, TypeError) as error:
-            if _is_swapped(error):
+            if _is_swapped(error, params):
                 raise TypeError(
-                    f"forward takes the step for its params ({error}); the order is "
+                    f"forward has params and step in the wrong order ({error}); it is called as "
                     "forward(params, step)"
                 ) from error
             raise
@@ -124,11 +124,11 @@ def _check_side(side: Any, tokens: int) -> None:
             )
 
 
-def _is_swapped(error: AttributeError | TypeError) -> bool:
+def _is_swapped(error: AttributeError | TypeError, params: Any) -> bool:
     """Returns whether an error of ``forward`` comes from params and step in the wrong order."""
-    if isinstance(error, AttributeError) and not isinstance(error.obj, StepContext):
-        return hasattr(StepContext, error.name or "")
-    return str(error).startswith("'StepContext' object")
+    if isinstance(error, TypeError):
+        return str(error) == "'StepContext' object is not subscriptable"
+    return isinstance(error.obj, type(params)) and hasattr(StepContext, error.name or "")
 
 
 def _check_rows(function: str, array: Any, rows: int, wanted: tuple[int, str]) -> None:
