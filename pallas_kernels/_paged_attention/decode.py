@@ -4,8 +4,9 @@ Operands are swapped (scores are keys times queries), so that 16 keys are the ro
 the query heads of one KV head its columns. A thread block has four warps, which also load, so
 that several thread blocks fit on an SM and hide each other's latencies. 16-bit pages are used in
 place in shared memory; 8-bit pages are widened to 16 bits, keys in registers, values through shared
-memory. A tile that one thread block serves whole may be finished there; the others are combined by
-another kernel.
+memory. Where tokens and heads have scales, and queries are few, each warp has keys of its own; see
+`WarpSteps`. A tile that one thread block serves whole may be finished there; the others are
+combined by another kernel.
 
 Memory is the bound, so that mma, which all GPUs have, costs a Hopper less than 1 % next to its own
 wgmma. What differs between GPUs is how they copy: see `Copies`.
@@ -22,6 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._fragments import interleave
 from pallas_kernels._mosaic import Ref, call_unfused, store
 from pallas_kernels._paged_attention import common
 from pallas_kernels._paged_attention.common import PartialSoftmax
@@ -43,6 +45,7 @@ from pallas_kernels._paged_attention.decode_steps import (
     Step,
     over_keys,
 )
+from pallas_kernels._paged_attention.decode_warps import WarpSteps
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.tasks import (
     TaskMap,
@@ -80,6 +83,8 @@ def decode(
     """
     config, rows = shape.config, shape.rows
     results = (tasks.num_splits, config.kv_heads, rows)
+    decoder = _WarpDecoder if shape.by_warp else _Decoder
+    queries = interleave(queries, shape.page, shape.is_4_bit) if shape.by_warp else queries
     threads: dict[str, Any] = {}
     params = plgpu.CompilerParams(approx_math=True)
     if shape.warpgroups > 1:
@@ -87,7 +92,7 @@ def decode(
         # All warpgroups would exchange numbers in the same memory; see `over_keys`.
         params = dataclasses.replace(params, reduction_scratch_bytes=0)
     call = plgpu.kernel(
-        lambda *refs: _Decoder(
+        lambda *refs: decoder(
             shape, DecodeOperands.from_refs(*refs[:-1], shape=shape), refs[-1]
         ).run(),
         out_type=[
@@ -166,9 +171,12 @@ class _Decoder(DecodeSteps):
             mask, shift = (1 << granules) - 1, stage * granules
             is_last = i + stages >= part.num_steps
             here = Step(part.tile, number, stage, (holes >> shift) & mask, is_last)
-            running = self._step(here, scale, running)
-            self._free(stage)
-            self._refill(~is_last, granule_rows, stage)
+
+            def refill() -> None:
+                self._free(stage)
+                self._refill(~is_last, granule_rows, stage)
+
+            running = self._step(here, scale, running, refill)
             return running, (holes & ~(mask << shift)) | (found << shift)
 
         self._each_step(part, step, holes)
@@ -244,6 +252,7 @@ class _Decoder(DecodeSteps):
 
     def _store(self, number: Array, running: RunningSoftmax) -> None:
         """Stores the results of a split."""
+        running = self._merge(running)
         slot, rows = (number, self.head), pl.ds(0, self.shape.rows)
         first = 0
         for out in running.out:
@@ -252,3 +261,7 @@ class _Decoder(DecodeSteps):
         store(self.operands.splits.highest.at[(*slot, rows)], running.highest)
         total = over_keys("add", running.total, self.reduced)
         store(self.operands.splits.total.at[(*slot, rows)], total)
+
+
+class _WarpDecoder(WarpSteps, _Decoder):
+    """The same, with keys for each warp."""

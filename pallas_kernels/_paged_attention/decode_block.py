@@ -8,9 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, Scratch, tiled, tiled_by
 from pallas_kernels._paged_attention.copies import copies_of
-from pallas_kernels._paged_attention.decode_shape import REDUCED, SCALES, DecodeShape
+from pallas_kernels._paged_attention.decode_shape import MERGED, REDUCED, SCALES, DecodeShape
 from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.tasks import STEP
+from pallas_kernels._warp_rows import GROUP
 
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
 
@@ -58,7 +59,8 @@ class DecodeScratch[T](NamedTuple):
     staged: some rows of the output, for each window of values; none if tiles are not finished.
     loaded_full, query_full: barriers of copies by TMA; None for others.
     loaded_free: a barrier for each stage, at which the warpgroups arrive; None for one warpgroup.
-    widened: values of 8 or 4 bits in 16 bits; None for 16-bit pages.
+    widened: values of 8 or 4 bits in 16 bits; None for 16-bit pages, and for warps.
+    merged: sums of warps; None if they have none of their own.
     scales: stages of the scales of keys and values; None if tokens have none of their own.
     """
 
@@ -71,13 +73,14 @@ class DecodeScratch[T](NamedTuple):
     loaded_free: T
     query_full: T
     widened: T
+    merged: T
     scales: T
 
     @classmethod
     def from_shape(cls, shape: DecodeShape) -> "DecodeScratch[Scratch]":
         config, row, own = shape.config, shape.config.token_head_row, shape.own
         # Elements of 4 bits are those of a half of a key or of a value.
-        align = math.gcd(*config.stored_widths)
+        align = math.gcd(*config.stored_widths, GROUP if shape.by_warp else 0)
         copies = copies_of(shape)
         num_copies = shape.steps.granules * (1 if row is None else 2)
         return cls(
@@ -96,7 +99,8 @@ class DecodeScratch[T](NamedTuple):
             else None,
             query_full=copies.barrier(shape.warpgroups, 1),
             widened=tiled((STEP, config.value_width), shape.value_compute, config.stored_widths[1])
-            if shape.widens
+            if shape.widens and not shape.by_warp
             else None,
+            merged=plgpu.SMEM((MERGED,), jnp.float32) if shape.by_warp else None,
             scales=None if row is None else plgpu.SMEM((shape.stages, STEP, SCALES), jnp.float32),
         )

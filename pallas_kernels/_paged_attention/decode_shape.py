@@ -20,6 +20,7 @@ SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
 SWIZZLES = 128, 64, 32
 TILE_ROWS = 8
 WARPS = 4
+MERGED = WARPS * STEP * 8  # float32; sums of warps that are added at once
 SCALES = 4  # float32 of a key and a value of 2 heads, which a copy of 16 bytes brings
 # mma is as fast as wgmma for few rows; with 64, each warp loads so many that it takes 1.1 times.
 MAX_MMA_ROWS = 16
@@ -28,6 +29,7 @@ MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile
 MAX_SUMS = 64 * 256  # rows times the width of values, limited by registers, of which some spill
 FEW_SUMS = MAX_SUMS // 2  # and of which none does
 REDUCED = 256  # float32 that the warps of a warpgroup exchange
+MAX_WARP_SUMS = 8 * 256  # rows times the width of values, if each warp has sums of its own
 
 
 class DecodeShape(NamedTuple):
@@ -65,6 +67,15 @@ class DecodeShape(NamedTuple):
     def is_4_bit(self) -> bool:
         """Returns whether a byte has two elements."""
         return self.config.token_head_row is not None and self.config.token_head_row.is_4_bit
+
+    @property
+    def by_warp(self) -> bool:
+        """Returns whether each warp has keys of its own, which registers limit."""
+        if self.config.token_head_row is None or self.config.reproducible:
+            return False
+        if self.width & (self.width - 1):  # warps copy rows in powers of two
+            return False
+        return self.rows * self.config.value_width <= MAX_WARP_SUMS
 
     @property
     def value_compute(self) -> jnp.dtype:
@@ -114,6 +125,11 @@ class DecodeShape(NamedTuple):
         if self.rows <= 16 and (is_narrow or self.widens):
             by_registers = max(by_registers, 3)
         by_registers //= self.warpgroups
+        if self.by_warp:
+            sums = self.rows * self.config.value_width
+            # Wide rows of 8 bits take longer with three.
+            by_registers = 3 if sums <= 8 * 128 and self.is_4_bit else 2
+            by_registers = 4 if sums <= 8 * 64 else by_registers
         by_memory = _capability.shared_memory_bytes() // self._shared_bytes(self.stages)
         return max(1, min(by_registers, by_memory, LOOKAHEAD_BYTES // lookahead))
 
@@ -130,7 +146,7 @@ class DecodeShape(NamedTuple):
             self.warpgroups * rows * config.key_width * 2,  # queries
             self.warpgroups * rows * STEP * 2,  # weights
             (self.warpgroups > 1) * self.warpgroups * REDUCED * 4,
-            self.widens * STEP * config.value_width * 2,
+            MERGED * 4 if self.by_warp else self.widens * STEP * config.value_width * 2,
             (config.token_head_row is not None) * stages * STEP * SCALES * 4,
             *[self.staged * width * config.out_dtype.itemsize for _, width in config.value_parts],
         ]
@@ -232,10 +248,13 @@ def may_have_many(arrays: AttentionArrays, config: Config, size: int) -> bool:
 def page_and_compute_dtype(
     arrays: AttentionArrays, row: TokenHeadRow | None = None
 ) -> tuple[jnp.dtype, jnp.dtype]:
-    """Returns the dtype of pages and the 16-bit dtype of products; 8-bit floats need float16."""
+    """Returns the dtype of pages and the 16-bit dtype of products.
+
+    8-bit floats and numbers with scales need float16.
+    """
     page = jnp.dtype(arrays.pages.dtype if row is None else row.elements)
     is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
-    is_half = is_float8 or (row is not None and row.is_4_bit)
+    is_half = is_float8 or row is not None
     return page, jnp.dtype(jnp.float16) if is_half else arrays.queries.dtype
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -35,12 +35,24 @@ HEADS = SCALES // 2  # whose scales are copied together
 MAX_LOADED = 256 * 8  # elements of queries that are loaded at once: registers are short
 
 
+class WarpSums(NamedTuple):
+    """Parts that only a running softmax of warps has; see `WarpSteps`.
+
+    weights: the sum of the weights, in each row.
+    products: those of the queries with what encodings add to keys.
+    """
+
+    weights: Float32[Array, "values columns"]
+    products: Float32[Array, "keys columns"]
+
+
 class RunningSoftmax(NamedTuple):
     """A running softmax. ``total`` is per key and column, and summed at the end."""
 
     out: list[Float32[Array, "values columns"]]  # for each part of the values
     highest: Float32[Array, " columns"]
     total: Float32[Array, "keys columns"]
+    of_warps: WarpSums | None = None
 
 
 class Step(NamedTuple):
@@ -135,8 +147,10 @@ class DecodeSteps:
             follows &= self.warpgroup == 0
         pl.when(follows)(lambda: self._fetch(granule_rows, stage))
 
-    def _step(self, here: Step, scale: Array, running: RunningSoftmax) -> RunningSoftmax:
-        """Adds the 64 keys in a stage to a running softmax."""
+    def _step(
+        self, here: Step, scale: Array, running: RunningSoftmax, refill: Callable[[], None]
+    ) -> RunningSoftmax:
+        """Adds the 64 keys in a stage to a running softmax, and calls for others in their place."""
         shape, (tile, step, stage, holes, is_last) = (STEP, self.shape.rows), here
         self.copies.wait(self.smem.loaded_full, stage, is_last)
         values = self.smem.loaded.at[stage, :, pl.ds(*self.config.stored_value)]
@@ -160,7 +174,12 @@ class DecodeSteps:
         self._clean_values(tile, step, holes, values, clean)
         self.copies.commit()
         out = self._add_values(running.out, shrink, clean)
+        refill()
         return RunningSoftmax(out, highest, total)
+
+    def _merge(self, running: RunningSoftmax) -> RunningSoftmax:
+        """Returns the softmax of all warps, but for its totals."""
+        return running
 
     def _multiply_keys(self, stage: Array) -> Array:
         """Returns the products of a step's keys and the queries, [STEP, columns]."""
