@@ -867,7 +867,7 @@ def test_texts_count_what_they_name() -> None:
         "Upload(number 3: 2 requests, 6 tokens, 5 table entries, 1 blocks to zero, 1 to copy)"
     )
     manager.finish("r")
-    assert repr(manager) == "BlockManager(1 of 5 rows taken, 1,996 of 2,000 blocks free)"
+    assert repr(manager) == "BlockManager(1 of 5 rows taken, 1,996 of 1,999 blocks free)"
     manager.finish("s")
     assert manager.block_use.evictable == 2  # which are free, too
     assert repr(manager.block_pool) == "BlockPool(2,000 blocks, 1,999 free)"

@@ -139,7 +139,7 @@ class BlockManager(Unique):
         pool = self.block_pool
         return (
             f"BlockManager({len(self._rows.by_name)} of {self._max_requests} rows taken, "
-            f"{pool.num_free_blocks:,} of {pool.num_blocks:,} blocks free)"
+            f"{pool.num_free_blocks:,} of {self.plan.usable_blocks:,} blocks free)"
         )
 
     def _repr_html_(self) -> str:
