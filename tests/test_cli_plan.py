@@ -539,6 +539,10 @@ def test_a_pattern_of_specs_is_repeated_and_kinds_have_fields_of_their_own(
     path = specs_file(tmp_path, [{**state, "speculative_blocks": 2, "count": 5}, FULL])
     drafted = figures(capsys, "--specs", path, "--memory", "9GiB")
     assert drafted["bytes_of_states"] == 5 * (1 + 2) * data["bytes_of_states"]
+    ring = {**state, "shapes": [[8, 16, 16]], "dtypes": ["f32"], "replay": 4}
+    arguments = "--specs", specs_file(tmp_path, [ring]), "--memory", "9GiB"
+    num_bytes = 4 * (2 * 8 * 4 * 16 + 8 * 16)  # keys, what each adds, and logarithms of decays
+    assert f"; {num_bytes:,} of them inputs since" in run(capsys, *arguments)[1]
 
 
 def test_flags_change_all_layers_of_a_file_that_have_what_they_change(capsys, tmp_path) -> None:

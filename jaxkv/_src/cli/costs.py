@@ -59,6 +59,12 @@ def state_bytes(layers: Mapping[str, Any]) -> tuple[int, int]:
     return len(fixed), sum(s.data_bytes * (1 + n) for s, n in zip(fixed, drafts, strict=True))
 
 
+def replay_bytes(layers: Mapping[str, Any]) -> int:
+    """Returns the bytes of a request's states that are rings of inputs since a checkpoint."""
+    states = [spec for spec in layers.values() if isinstance(spec, StateSpec)]
+    return sum(sum(spec.array_bytes[len(spec.shapes) :]) for spec in states)
+
+
 def bytes_per_request(plan: Plan, num_tokens: int) -> int:
     """Returns the bytes that a request holds while it decodes, over all workers."""
     return plan.steady_blocks(num_tokens) * sum(plan.bytes_per_block)

@@ -7,6 +7,7 @@ from jaxkv._src.cli.costs import (
     attention_dtypes,
     bytes_charged,
     bytes_per_request,
+    replay_bytes,
     state_bytes,
     token_bytes,
 )
@@ -107,7 +108,10 @@ def _token_text(question: Question) -> str:
 def _state_text(question: Question) -> str:
     count, size = state_bytes(question.layers())
     layers = f"{count} layer{'s' * (count != 1)}"
-    return f"{size:,} bytes ({readable(size)}) in {layers}, at any length" if count else ""
+    text = f"{size:,} bytes ({readable(size)}) in {layers}, at any length" if count else ""
+    if rings := replay_bytes(question.layers()):
+        text += f"; {rings:,} of them inputs since a checkpoint"
+    return text
 
 
 def _longest_text(question: Question, plan: Plan) -> str:
