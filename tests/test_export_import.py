@@ -62,9 +62,10 @@ def test_an_import_has_the_columns_of_the_export(mode: str, num_tokens: int) -> 
     layers = ALL | {
         "s": jaxkv.StateSpec(
             block_size=4,
-            shapes=((32,),),
+            shapes=((2, 4, 4),),
             dtypes=("f32",),
             cache_mode=mode,  # pyrefly: ignore
+            replay=4,
         )
     }
     source, shape = manager_of(layers, 60)
