@@ -20,9 +20,10 @@ from pallas_kernels._bitcast import as_elements, from_words
 from pallas_kernels._mosaic import Ref, Scratch, call_unfused, tiled_by, writable, written
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
+from pallas_kernels._recurrence.step_decode import ReplayDecoder
 from pallas_kernels._recurrence.step_kernel import Stepper
 from pallas_kernels._recurrence.step_replay import Replayer
-from pallas_kernels._recurrence.step_shape import GRANULE, StepShape, step_shape
+from pallas_kernels._recurrence.step_shape import StepShape, step_shape
 
 MOST_HEADS = 4  # of a key head, with rings, whose shared memory grows with them
 LEAST_ITEMS = 2  # per SM, for the convolution to be a part of the kernel
@@ -53,7 +54,9 @@ def step_mosaic(
     rings = tuple(part.start // (width * states.itemsize) for part in tokens.replay or ())
 
     def kernel(*refs: Ref) -> None:
-        if shape.replay:
+        if shape.replay and shape.tokens == 1:
+            ReplayDecoder(shape, head, conv_start, rings, refs).run()
+        elif shape.replay:
             Replayer(shape, head, conv_start, rings, refs).run()
         else:
             Stepper(shape, head, conv_start, refs).run()
@@ -103,9 +106,6 @@ def _operands(
 
 
 def _scratch(shape: StepShape) -> list[Scratch]:
-    copies = (shape.staged + shape.conv_rows) * (2 + shape.heads)
-    copies += shape.tokens * shape.heads if shape.decay_per_key else 0
-    copies += shape.replay // GRANULE * (1 + shape.heads)
     scratch: list[Scratch] = [plgpu.SMEM(size, dtype) for size, dtype in shape.scratch]
     if shape.conv_width:
         scratch[-1 - len(shape.ring_scratch)] = outputs_scratch(shape)
@@ -115,7 +115,7 @@ def _scratch(shape: StepShape) -> list[Scratch]:
     return [
         *scratch,
         plgpu.Barrier(num_barriers=shape.stages),
-        plgpu.Barrier(num_arrivals=copies),
+        *([plgpu.Barrier(num_arrivals=shape.copies)] if shape.copies else []),
     ]
 
 

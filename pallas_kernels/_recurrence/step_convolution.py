@@ -1,18 +1,20 @@
 """The convolution before a recurrent step, as a part of its kernel.
 
 Pages have elements as wide as the state's, so that an element may be two inputs of the
-convolution: these are unpacked in registers.
+convolution: these are unpacked in registers. Its inputs and weights are few bytes in many places:
+threads load them. A copy by TMA of each takes longer to start.
 """
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import Ref, load, store
+from pallas_kernels._mosaic import Layout, Ref, store
 from pallas_kernels._recurrence.step_common import Item, pair_layout
 from pallas_kernels._recurrence.step_shape import StepShape
 
@@ -27,14 +29,24 @@ def outputs_scratch(shape: StepShape) -> pl.MemoryRef:
     return plgpu.SMEM(size, jnp.float32)
 
 
+class Window(NamedTuple):
+    """What a convolution reads of some channels of an item, in elements of the pages.
+
+    inputs: of the tokens that it covers, oldest first.
+    taps: its weights, and its bias if there is one.
+    """
+
+    inputs: list[Array]
+    taps: list[Array]
+
+
 class StepConvolution:
     """The convolution's references, and its code.
 
     pages: [rows, K], of the whole pool.
     start: elements of a page before the inputs that it remembers.
-    weights, bias: [width, channels] and [1, channels], in elements of the pages; no bias: zeros.
-    staged: shared memory, [width, channels of an item], in elements of the pages.
-    taps: the same for weights, and for the bias in a last row.
+    inputs: the new tokens', [tokens, channels], in elements of the pages.
+    weights, bias: [width, channels] and [1, channels], the same; no bias: zeros.
     mixed: shared memory, of `outputs_scratch`.
     """
 
@@ -43,15 +55,13 @@ class StepConvolution:
         shape: StepShape,
         pages: Ref,
         start: int,
+        inputs: Ref,
         weights: Ref,
         bias: Ref,
-        staged: Ref,
-        taps: Ref,
         mixed: Ref,
     ) -> None:
         self.shape, self.pages, self.start = shape, pages, start
-        self.weights, self.bias, self.staged = weights, bias, staged
-        self.taps, self.mixed = taps, mixed
+        self.inputs, self.weights, self.bias, self.mixed = inputs, weights, bias, mixed
 
     @property
     def outputs(self) -> Ref:
@@ -60,76 +70,71 @@ class StepConvolution:
             return self.mixed.reshape(self.shape.channels)
         return self.mixed
 
-    def words(self, page: Array, tap: int, column: Array, width: int) -> Ref:
-        """Returns a reference to inputs that it remembers beside the state of a page.
+    def read(self, item: Item) -> list[Window]:
+        """Reads what each segment of an item's inputs needs."""
+        shape, windows = self.shape, list[Window]()
+        for _, column, width in shape.segments(item.head, item.key_head):
+            n = width // shape.packed
+            part = pl.ds(lax.div(column, shape.packed), n)
+            sources = [self._kept(item.page, t, column, n) for t in range(shape.conv_width - 1)]
+            sources.append(self.inputs.at[item.token, part])
+            taps = [self.weights.at[t, part] for t in range(shape.conv_width)]
+            taps += [self.bias.at[0, part]] if shape.conv_rows > shape.conv_width else []
+            windows.append(Window([self._load(one, n) for one in sources],
+                                  [self._load(one, n) for one in taps]))  # fmt: skip
+        return windows
 
-        In elements of the pages.
+    def run(self, item: Item, windows: list[Window], write_page: Array, is_known: Array) -> None:
+        """Computes an item's queries, keys and values, and moves the convolution's inputs on.
+
+        Whoever reads the outputs has to wait for all threads.
         """
+        shape, moved = self.shape, list[tuple[Ref, Array]]()
+        segments = shape.segments(item.head, item.key_head)
+        for (offset, column, width), (read, taps) in zip(segments, windows, strict=True):
+            n = width // shape.packed
+            resumed = lax.broadcast(item.is_known, (n,))
+            inputs = [*(jnp.where(resumed, one, 0) for one in read[:-1]), read[-1]]
+            for t, one in enumerate(inputs[1:]):
+                moved.append((self._kept(write_page, t, column, n), one))
+            products = (
+                self._unpack(x) * self._unpack(w) for x, w in zip(inputs, taps, strict=False)
+            )
+            bias = (self._unpack(one) for one in taps[shape.conv_width :])
+            total = functools.reduce(jnp.add, itertools.chain(bias, products))
+            out = total / (1.0 + jnp.exp(-total)) if shape.silu else total
+            self._store_outputs(out, offset, width)
+
+        @pl.when(is_known)
+        def _() -> None:
+            for target, one in moved:
+                store(target, one)
+
+    def _kept(self, page: Array, tap: int, column: Array, width: int) -> Ref:
+        """Returns a reference to inputs that it remembers beside the state of a page."""
         shape, row = self.shape, self.shape.rule.key_size
         start = self.start + (tap * shape.rule.columns + column) // shape.packed
         return self.pages.at[page + lax.div(start, row), pl.ds(lax.rem(start, row), width)]
 
-    def fetch_taps(self, item: Item, ready: Ref) -> None:
-        """Starts loading the weights of the convolution, and its bias."""
-        width, packed = self.shape.conv_width, self.shape.packed
-        for t in range(self.shape.conv_rows):
-            source, row = (self.weights, t) if t < width else (self.bias, 0)
-            for offset, column, n in self.shape.segments(item.head, item.key_head):
-                target = self.taps.at[t, pl.ds(offset // packed, n // packed)]
-                words = source.at[row, pl.ds(lax.div(column, packed), n // packed)]
-                plgpu.copy_gmem_to_smem(words, target, ready)
+    def _load(self, source: Ref, width: int) -> Array:
+        layout: Layout = plgpu.Layout.WG_STRIDED((width,), vec_size=1)
+        if self.shape.packed == 2:
+            layout = pair_layout().reduce(1)
+        return plgpu.load(source, layout=layout, optimized=False)
 
-    def run(self, item: Item, write_page: Array, is_known: Array) -> None:
-        """Computes an item's queries, keys and values, and moves the convolution's inputs on."""
-        shape, packed = self.shape, self.shape.packed
-        newest = shape.conv_width - 1
-
-        @pl.when(~item.is_known)
-        def _() -> None:
-            for t in range(newest):
-                whole = self.staged.at[t]
-                zeros = jnp.zeros(whole.shape, whole.dtype)
-                whole[...] = plgpu.layout_cast(
-                    zeros, plgpu.Layout.WG_STRIDED(whole.shape, vec_size=1)
-                )
-            plgpu.commit_smem()  # a barrier: other threads read them
-
-        rows = range(shape.conv_rows)
-        taps = [self._unpack(self.taps.at[t]) for t in rows]
-        bias = taps[shape.conv_width :]
-        products = (self._unpack(self.staged.at[t]) * taps[t] for t in range(shape.conv_width))
-        total = functools.reduce(jnp.add, itertools.chain(bias, products))
-        self._store_outputs(total / (1.0 + jnp.exp(-total)) if shape.silu else total)
-        plgpu.commit_smem()
-
-        @pl.when(is_known)
-        def _() -> None:
-            for t in range(newest):
-                for offset, column, width in shape.segments(item.head, item.key_head):
-                    n = width // packed
-                    plgpu.copy_smem_to_gmem(
-                        self.staged.at[t + 1, pl.ds(offset // packed, n)],
-                        self.words(write_page, t, column, n),
-                        commit_group=False,
-                    )
-
-        plgpu.commit_smem_to_gmem_group()
-
-    def _unpack(self, source: Ref) -> Array:
-        """Loads the numbers of an item: float32[channels], or [channels / 2, 2] of packed ones."""
-        shape = self.shape
-        if shape.packed == 1:
-            return load(source, plgpu.Layout.WG_STRIDED((shape.channels,), vec_size=1))
-        words = plgpu.load(source, layout=pair_layout().reduce(1), optimized=False)
+    def _unpack(self, words: Array) -> Array:
+        """Returns the numbers in elements: float32[n], or [n, 2] of packed ones."""
+        if self.shape.packed == 1:
+            return words.astype(jnp.float32)
         words = lax.bitcast_convert_type(words, jnp.uint32)
-        words = lax.broadcast_in_dim(words, (shape.channels // 2, 2), [0])
+        words = lax.broadcast_in_dim(words, (*words.shape, 2), [0])
         second = plgpu.broadcasted_iota(jnp.int32, words.shape, 1, layout=pair_layout()) == 1
         # A bfloat16 is the upper half of a float32.
         bits = jnp.where(second, words & jnp.uint32(0xFFFF0000), words << 16)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
-    def _store_outputs(self, mixed: Array) -> None:
-        if self.shape.packed == 1:
-            self.mixed[...] = mixed
+    def _store_outputs(self, mixed: Array, offset: int, width: int) -> None:
+        if self.shape.packed == 2 and RESHAPES_REFERENCES:
+            store(self.mixed.at[pl.ds(offset // 2, width // 2)], mixed)
         else:
-            store(self.mixed, mixed if RESHAPES_REFERENCES else mixed.reshape(self.shape.channels))
+            store(self.mixed.at[pl.ds(offset, width)], mixed.reshape(width))

@@ -40,15 +40,16 @@ class Stepper:
         self.log_decay, self.beta, self.inputs = (next(rest) for _ in range(3))
         weights = next(rest) if shape.conv_width else None
         bias = next(rest) if shape.conv_rows > shape.conv_width else None
-        self.pages, self.out, self.loaded, self.staged = (next(rest) for _ in range(4))
+        self.pages, self.out, self.loaded = (next(rest) for _ in range(3))
+        self.staged: Ref = next(rest) if shape.staged else None
         self.decays: Ref = next(rest) if shape.decay_per_key else None
         self.conv: StepConvolution | None = None
         if shape.conv_width:
-            given = self.pages, conv_start, weights, bias, self.staged, next(rest), next(rest)
+            given = self.pages, conv_start, self.inputs, weights, bias, next(rest)
             self.conv = StepConvolution(shape, *given)
         self.ring_scratch = [next(rest) for _ in shape.ring_scratch]
         self.full: Ref = next(rest) if shape.by_tma else None
-        self.ready: Ref = next(rest) if shape.by_tma else None
+        self.ready: Ref = next(rest) if shape.by_tma and shape.copies else None
         self.layout = tile_layout(shape.page.itemsize)
         self.row, self.column = self.layout.reduce(1), self.layout.reduce(0)
 
@@ -114,70 +115,53 @@ class Stepper:
         pl.when(are_ahead)(lambda: plgpu.wait_gmem_to_smem(ahead))
         pl.when(~are_ahead)(lambda: plgpu.wait_gmem_to_smem(0))
 
-    def _fetch_inputs(self, item: Item) -> None:
-        """Starts loading the inputs of an item, and the inputs that its convolution saved."""
-        shape, packed, width = self.shape, self.shape.packed, self.rule.key_size
+    def _input_copies(self, item: Item) -> list[tuple[Ref, Ref]]:
+        """Returns sources and targets of the inputs of an item; those of a convolution are not."""
+        shape, width = self.shape, self.rule.key_size
         copies: list[tuple[Ref, Ref]] = []
-        for t in range(shape.staged):
-            token = item.token
-            if not shape.conv_width:
-                token += jnp.clip(item.count - 1, 0, t)
+        for t in range(shape.tokens):
+            token = item.token + jnp.clip(item.count - 1, 0, t)
             for offset, column, n in shape.segments(item.head, item.key_head):
-                source = self.inputs.at[token, pl.ds(lax.div(column, packed), n // packed)]
-                if self.conv is not None and t < shape.conv_width - 1:
-                    source = self.conv.words(item.page, t, column, n // packed)
-                target = self.staged.at[t, pl.ds(offset // packed, n // packed)]
-                copies.append((source, target))
-            if self.decays is not None and t < shape.tokens:
-                for j in range(shape.heads):
-                    source = self.log_decay.at[token, pl.ds((item.head + j) * width, width)]
-                    target = self.decays.at[t, pl.ds(j * width, width)]
-                    copies.append((source, target))
-        if not shape.by_tma:
-            copies += self._more_copies(item)
-            loaded = [plgpu.load(ref, layout=VECTOR, optimized=False) for ref, _ in copies]
-            for value, (_, target) in zip(loaded, copies, strict=True):
-                store(target, value)
-            return
-        for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target, self.ready)
-        if self.conv is not None:
-            self.conv.fetch_taps(item, self.ready)
+                if self.conv is None:
+                    source = self.inputs.at[token, pl.ds(column, n)]
+                    copies.append((source, self.staged.at[t, pl.ds(offset, n)]))
+            for j in range(shape.heads if shape.decay_per_key else 0):
+                source = self.log_decay.at[token, pl.ds((item.head + j) * width, width)]
+                copies.append((source, self.decays.at[t, pl.ds(j * width, width)]))
+        return copies
 
-    def _fetch_more(self, item: Item) -> None:
-        """Starts loading what else an item needs before it begins."""
-        for source, target in self._more_copies(item) if self.shape.by_tma else ():
-            plgpu.copy_gmem_to_smem(source, target, self.ready)
+    def _fetch_small(self, item: Item) -> None:
+        """Starts loading what an item needs before it begins."""
+        copies = [*self._input_copies(item), *self._more_copies(item)]
+        if self.shape.by_tma:
+            for source, target in copies:
+                plgpu.copy_gmem_to_smem(source, target, self.ready)
+            return
+        loaded = [plgpu.load(ref, layout=VECTOR, optimized=False) for ref, _ in copies]
+        for value, (_, target) in zip(loaded, copies, strict=True):
+            store(target, value)
 
     def _more_copies(self, item: Item) -> list[tuple[Ref, Ref]]:
         """Returns its sources and targets."""
         return []
 
-    def _read_ahead(self, item: Item) -> Any:
-        """Reads what `_begin` needs, before it is known to be there, to hide the latency."""
-
-    def _begin(self, item: Item, gates: list[Any], write: tuple[Array, Array], ahead: Any) -> Any:
-        """Returns the vectors of a single token, when the inputs of an item are loaded."""
-        return None if self.shape.ragged else self._vectors(0)
-
     def _run_item(self, item: Item) -> None:
         shape = self.shape
+        windows = self.conv.read(item) if self.conv is not None else []
         for stage in range(0 if shape.by_tma else shape.stages):
             self._fetch(item, stage, stage)
-        self._fetch_inputs(item)
+        self._fetch_small(item)
         for stage in range(shape.stages if shape.by_tma else 0):
             self._fetch(item, stage, stage)
-        self._fetch_more(item)
         write = self._page(self.write_ids[item.request, 0])
         gates: list[Any] = [
             [self._gates(item, t, j) for t in range(shape.tokens)] for j in range(shape.heads)
         ]
-        ahead = self._read_ahead(item)
-        if shape.by_tma:
-            plgpu.barrier_wait(self.ready)
         if self.conv is not None:
-            self.conv.run(item, *write)
-        vectors = self._begin(item, gates, write, ahead)
+            self.conv.run(item, windows, *write)
+        if self.ready is not None:
+            plgpu.barrier_wait(self.ready)
+        vectors = None if shape.ragged else self._vectors(0)
 
         @pl.loop(0, shape.tiles)
         def _(tile: Array) -> None:

@@ -1,9 +1,4 @@
-"""The inputs since a checkpoint, as a part of the kernel of a recurrent step.
-
-A token needs the product of the state with its key and with its query. Those with what the ring
-adds to the checkpoint are found once for each head: the state itself is needed every L-th time, to
-become the checkpoint.
-"""
+"""The inputs since a checkpoint, as a part of the kernels of a recurrent step with replay."""
 
 import itertools
 from typing import NamedTuple
@@ -44,9 +39,7 @@ class StepRing:
     keys, added: shared memory, [16, K], and [heads, L * V / K, K] for the values that L tokens add,
       in elements of the pages.
     weights: shared memory, float32[heads, 3, 16]: of each token in the products with the key and
-      the query of the new one, and in the state before that.
-    sums: shared memory, float32[heads, 2, V], these products.
-    vectors: shared memory, float32[2, K], the new token's query and key.
+      the query of a new one, and in a state.
     """
 
     def __init__(
@@ -55,11 +48,13 @@ class StepRing:
         rows: tuple[int, ...],
         pages: Ref,
         computed: Ref,
-        scratch: list[Ref],
+        keys: Ref,
+        weights: Ref,
+        added: Ref,
     ) -> None:
         self.shape, self.rule, self.length = shape, shape.rule, shape.replay
         self.rows, self.pages, self.computed = rows, pages, computed
-        self.keys, self.added, self.weights, self.sums, self.vectors = scratch
+        self.keys, self.added, self.weights = keys, added, weights
         tile = tile_layout(shape.page.itemsize)
         self.tile, self.row, self.column = tile, tile.reduce(1), tile.reduce(0)
         # Vectors of values: of a number for each thread, if there are as many.
@@ -68,9 +63,13 @@ class StepRing:
         self.vector = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
         self.values = self.vector if width == THREADS else self.row
 
+    def start(self, item: Item) -> None:
+        """Reads what there is of the ring of an item, once."""
+        self._filled = lax.rem(self.computed[item.request], self.length)
+
     def filled(self, item: Item) -> Array:
         """Returns the ring row of an item's next token."""
-        return lax.rem(self.computed[item.request], self.length)
+        return self._filled
 
     def known(self, item: Item) -> Array:
         """Returns how many rows of the ring there are to read."""
@@ -83,7 +82,7 @@ class StepRing:
     def _key_row(self, page: Array, item: Item, i: Array) -> Ref:
         return self.pages.at[page + self.rows[0] + item.key_head * self.length + i]
 
-    def _added_row(
+    def added_row(
         self, page: Array, item: Item, j: Array | int, i: Array, part: tuple[Array | int, int]
     ) -> Ref:
         """Returns a part of the values that token ``i`` adds, by its start and size."""
@@ -92,7 +91,7 @@ class StepRing:
         row = page + self.rows[1] + lax.div(first, width)
         return self.pages.at[row, pl.ds(lax.rem(first, width), part[1])]
 
-    def _added(self, j: Array | int, i: Array | int, part: tuple[Array | int, int]) -> Ref:
+    def added_at(self, j: Array | int, i: Array | int, part: tuple[Array | int, int]) -> Ref:
         """Returns the same in shared memory."""
         first, width = i * self.rule.value_size + part[0], self.rule.key_size
         if isinstance(first, int):
@@ -105,15 +104,20 @@ class StepRing:
         start = ((item.head + j) * terms + term) * LOADED
         return page + self.rows[2] + lax.div(start, width), lax.rem(start, width)
 
-    def copies(self, item: Item) -> list[tuple[Ref, Ref]]:
-        """Returns the parts of rings to load, sources and targets in shared memory.
+    def _granules(self, item: Item) -> list[tuple[int, Array]]:
+        """Returns which granule of rows to load to which one.
 
         Rows that hold nothing yet are not loaded: for them the first ones are, which are cached.
         """
+        known = self.known(item)
+        granules = range(self.length // GRANULE)
+        return [(n, jnp.where(n * GRANULE < known, n, 0)) for n in granules]
+
+    def copies(self, item: Item) -> list[tuple[Ref, Ref]]:
+        """Returns the parts of rings to load, sources and targets in shared memory."""
         found: list[tuple[Ref, Ref]] = []
         some, each = GRANULE * self.rule.value_size // self.rule.key_size, self.length // GRANULE
-        for n in range(each):
-            chosen = jnp.where(n * GRANULE < self.known(item), n, 0)
+        for n, chosen in self._granules(item):
             source = item.page + self.rows[0] + (item.key_head * each + chosen) * GRANULE
             target = self.keys.at[pl.ds(n * GRANULE, GRANULE)]
             found.append((self.pages.at[pl.ds(source, GRANULE)], target))
@@ -122,46 +126,6 @@ class StepRing:
                 target = self.added.at[j, pl.ds(n * some, some)]
                 found.append((self.pages.at[pl.ds(source, some)], target))
         return found
-
-    def weigh(
-        self,
-        item: Item,
-        write: tuple[Array, Array],
-        query: Array,
-        key: Array,
-        logs: list[Array],
-        totals: list[Total],
-    ) -> list[tuple[Array, Array]]:
-        """Finds the weights of the ring's tokens and its products, and writes a new token's decay.
-
-        Args:
-          write: first row of the page to write, and whether there is one.
-          query, key: of the new token, as columns.
-          logs: of its decay, for each head.
-          totals: from `read_total`, for each head.
-
-        Returns:
-          For each head the decay since the checkpoint, before the token and after it.
-        """
-        for n, vector in enumerate((query, key)):
-            store(self.vectors.at[n], vector)
-        keys = load(self.keys, self.tile)
-        seen = [(keys * lax.broadcast_in_dim(v, keys.shape, [1])).sum(axis=1) for v in (key, query)]
-        decays: list[tuple[Array, Array]] = []
-        written: list[Array] = []
-        for j, (log, (before, total, is_there)) in enumerate(zip(logs, totals, strict=True)):
-            after = before + jnp.maximum(log, LEAST_LOG_DECAY)
-            to_new = jnp.where(is_there, jnp.exp(after - total), 0.0)
-            for n, product in enumerate(seen):  # of rows that hold nothing they may be NaN
-                store(self.weights.at[j, n], jnp.where(is_there, product * to_new, 0.0))
-            self._store_weights(j, before, total, is_there)
-            decays.append((jnp.exp(before), jnp.exp(after)))
-            written.append(self._put(total, self.filled(item), after))
-        self._commit()  # a barrier: all threads have read what is overwritten
-        for j, total in enumerate(written):
-            self._store_total(item, write, j, total)
-        self._add_up(self.known(item))
-        return decays
 
     def prepare(
         self, item: Item, write: tuple[Array, Array], logs: list[Array], total_read: Total
@@ -177,9 +141,9 @@ class StepRing:
         for t, log in enumerate(logs):
             after += jnp.maximum(log, LEAST_LOG_DECAY)
             row = jnp.where(t < item.count, self.filled(item) + t, -1)
-            total = self._put(total, row, after)
+            total = self.put(total, row, after)
         self._commit()  # a barrier: all threads have read what is overwritten
-        self._store_total(item, write, 0, total)
+        self.store_total(item, write, 0, total)
         return jnp.exp(before)
 
     def read_total(self, item: Item, j: int) -> Total:
@@ -197,14 +161,14 @@ class StepRing:
     def _index(self) -> Array:
         return plgpu.broadcasted_iota(jnp.int32, (LOADED,), 0, layout=self.row)
 
-    def _put(self, total: Array, row: Array, value: Array) -> Array:
+    def put(self, total: Array, row: Array, value: Array) -> Array:
         return jnp.where(self._index() == row, lax.broadcast(value, total.shape), total)
 
     def _store_weights(self, j: int, before: Array, total: Array, is_there: Array) -> None:
         """Stores the decays from the ring's tokens to the new one."""
         store(self.weights.at[j, 2], jnp.where(is_there, jnp.exp(before - total), 0.0))
 
-    def _store_total(self, item: Item, write: tuple[Array, Array], j: int, total: Array) -> None:
+    def store_total(self, item: Item, write: tuple[Array, Array], j: int, total: Array) -> None:
         page, is_known = write
         for term in range(self.shape.terms):
             part = total.astype(self.shape.page)
@@ -215,31 +179,9 @@ class StepRing:
             def _(row: Array = row, column: Array = column, part: Array = part) -> None:
                 store(self.pages.at[row, pl.ds(column, LOADED)], part)
 
-    def _add_up(self, known: Array) -> None:
-        """Finds the products of what the ring adds with the new token's key and query."""
-
-        @pl.loop(0, self.shape.heads)
-        def _(j: Array) -> None:
-            for part in self.parts:
-                sums = [plgpu.layout_cast(jnp.zeros(part[1]), self.values)] * 2
-                for i in range(self.length):
-                    added = load(self._added(j, i, part), self.values)
-                    added = jnp.where(lax.broadcast(i < known, added.shape), added, 0.0)
-                    sums = [total + added * self.weights[j, n, i] for n, total in enumerate(sums)]
-                for n, total in enumerate(sums):
-                    store(self.sums.at[j, n, pl.ds(*part)], total)
-
-        self._commit()
-
     def _commit(self) -> None:
         if self.shape.by_tma:  # without, Mosaic's own barriers are enough
             plgpu.commit_smem()
-
-    def products(self, j: Array, start: Array) -> tuple[Array, Array]:
-        """Returns the ring's part in the products of a tile's values with the key and the query."""
-        part = pl.ds(start, self.shape.rows)
-        seen, shown = (load(self.sums.at[j, n, part], self.row) for n in range(2))
-        return seen, shown
 
     def resume(self, item: Item, state: Array, j: Array, start: Array) -> Array:
         """Returns a tile of the state before the new token, from the decayed checkpoint."""
@@ -250,7 +192,7 @@ class StepRing:
             for n in range(TOGETHER):  # to hide the latency
                 i = turn * TOGETHER + n
                 is_there = i < known
-                added = load(self._added(j, i, part), self.row) * self.weights[j, 2, i]
+                added = load(self.added_at(j, i, part), self.row) * self.weights[j, 2, i]
                 added = jnp.where(lax.broadcast(is_there, added.shape), added, 0.0)
                 key = load(self.keys.at[i], self.column)
                 key = jnp.where(lax.broadcast(is_there, key.shape), key, 0.0)
@@ -285,7 +227,7 @@ class StepRing:
         @pl.when(is_known)
         def _() -> None:
             part = start, self.shape.rows
-            row = self._added_row(page, item, j, self.filled(item) + t, part)
+            row = self.added_row(page, item, j, self.filled(item) + t, part)
             store(row, added.astype(self.shape.page))
 
     def move(self, item: Item, page: Array) -> None:
@@ -296,8 +238,8 @@ class StepRing:
             keys = load(self.keys.at[i], self.vector)
             moved = [(self._key_row(page, item, i), keys)]
             for j, part in itertools.product(range(self.shape.heads), self.parts):
-                added = load(self._added(j, i, part), self.values)
-                moved.append((self._added_row(page, item, j, i, part), added))
+                added = load(self.added_at(j, i, part), self.values)
+                moved.append((self.added_row(page, item, j, i, part), added))
             for target, value in moved:
                 value = jnp.where(lax.broadcast(item.is_known, value.shape), value, 0.0)
                 store(target, value.astype(self.shape.page))

@@ -11,7 +11,9 @@ from pallas_kernels import _capability
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 
 TILE_BYTES = 16 * 1024  # of a tile of a state: what a thread block works on at once
-RING_TILE_BYTES = 8 * 1024  # the same with rings, which take registers and shared memory, too
+RING_TILE_BYTES = 8 * 1024  # the same of several tokens with rings, which take registers, too
+DECODE_ROWS = 32  # of a tile of one token with a ring: more take more registers
+DECODE_STAGES = 3  # of those: more thread blocks fit
 STAGES = 4  # tiles that a thread block has in shared memory
 SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
 BARRIER_BYTES = 8
@@ -79,22 +81,28 @@ class StepShape(NamedTuple):
 
     @property
     def staged(self) -> int:
-        """Returns the vectors of inputs of an item."""
-        return self.conv_width or self.tokens
+        """Returns the vectors of inputs of an item in shared memory, where no convolution is."""
+        return 0 if self.conv_width else self.tokens
+
+    @property
+    def copies(self) -> int:
+        """Returns how many copies an item waits for before it begins."""
+        copies = self.staged * (2 + self.heads)
+        copies += self.tokens * self.heads if self.decay_per_key else 0
+        return copies + self.replay // GRANULE * (1 + self.heads)
 
     @property
     def scratch(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
         """Returns shape and dtype of each array in shared memory."""
-        rule, channels, fused = self.rule, self.channels, self.conv_width > 0
-        inputs = self.page if fused else self.inner
+        rule, channels = self.rule, self.channels
         arrays: list[tuple[tuple[int, ...], DTypeLike]] = [
             ((self.stages, self.rows, rule.key_size), self.page),
-            ((self.staged, channels // self.packed), inputs),
         ]
+        if self.staged:
+            arrays.append(((self.staged, channels), self.inner))
         if self.decay_per_key:
             arrays.append(((self.tokens, self.heads * rule.key_size), jnp.float32))
-        if fused:
-            arrays.append(((self.conv_rows, channels // self.packed), self.page))
+        if self.conv_width:
             arrays.append(((channels,), jnp.float32))  # outputs of the convolution
         return [*arrays, *self.ring_scratch]
 
@@ -104,13 +112,14 @@ class StepShape(NamedTuple):
         if not self.replay:
             return []
         rule, heads = self.rule, self.heads
-        return [
-            ((LOADED, rule.key_size), self.page),
-            ((heads, self.replay * rule.value_size // rule.key_size, rule.key_size), self.page),
-            ((heads, 3, LOADED), jnp.float32),
-            ((heads, 2, rule.value_size), jnp.float32),
-            ((2, rule.key_size), jnp.float32),
-        ]
+        keys: tuple[tuple[int, ...], DTypeLike] = ((LOADED, rule.key_size), self.page)
+        weights: tuple[tuple[int, ...], DTypeLike] = ((heads, 3, LOADED), jnp.float32)
+        added = (heads, self.replay * rule.value_size // rule.key_size, rule.key_size), self.page
+        if self.tokens > 1:
+            return [keys, weights, added]
+        vectors = ((rule.key_size,), jnp.float32), ((2, heads * rule.value_size), jnp.float32)
+        wide = [(keys[0], jnp.float32)] if self.page.itemsize < 4 else []
+        return [keys, weights, added, *vectors, *wide]
 
     @property
     def shared_bytes(self) -> int:
@@ -144,7 +153,8 @@ def step_shape(
     states, width, size = tokens.states, rule.key_size, tokens.states.itemsize
     tile_bytes = TILE_BYTES if tokens.replay is None else RING_TILE_BYTES
     rows = max(16, min(rule.value_size, tile_bytes // (width * size)))
-    rows = math.gcd(rows, rule.value_size)
+    decodes = tokens.replay is not None and most == 1
+    rows = math.gcd(DECODE_ROWS if decodes else rows, rule.value_size)
     heads = rule.group if conv is not None else 1
     while heads * rule.value_size // rows < STAGES and rule.group % (2 * heads) == 0:
         heads *= 2
@@ -155,7 +165,7 @@ def step_shape(
     parts = 1
     if tokens.replay is not None and most > 1:  # of few requests, whose time counts
         heads, parts = 1, rule.value_size // rows
-    stages = min(STAGES, heads * rule.value_size // rows // parts)
+    stages = min(DECODE_STAGES if decodes else STAGES, heads * rule.value_size // rows // parts)
     return StepShape(
         rule=rule,
         tokens=most,
