@@ -22,12 +22,15 @@ def cut_at_checkpoints(
     last_page = requests.last_page()
 
     def part(begin: Array, count: Array) -> tuple[Requests, Spans]:
+        read_ids = jnp.where(begin > 0, last_page, requests.read_ids)
+        if spans.write_after is None:
+            own = Spans(starts + begin, count, None)
+            return Requests(read_ids, requests.write_ids, own, computed + begin), own
         until = after - begin[:, None]
         others = (
             (until > 0) & (until <= count[:, None]) & (requests.write_ids != last_page[:, None])
         )
         until = jnp.concatenate([count[:, None], jnp.where(others, until, 0)], axis=1)
-        read_ids = jnp.where(begin > 0, last_page, requests.read_ids)
         write_ids = jnp.concatenate([last_page[:, None], requests.write_ids], axis=1)
         own = Spans(starts + begin, count, until)
         return Requests(read_ids, write_ids, own, computed + begin), own

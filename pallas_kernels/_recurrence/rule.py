@@ -184,7 +184,7 @@ class Requests(NamedTuple):
 
     def last_page(self) -> Array:
         """Returns the page that takes the state after the last token of each; -1: none."""
-        if self.spans is None:
+        if self.spans is None or self.spans.write_after is None:
             return self.write_ids[:, 0]
         _, counts, after = self.spans.arrays()
         return jnp.max(jnp.where(after == counts[:, None], self.write_ids, -1), axis=1)

@@ -180,7 +180,6 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
     is_step = counts.max() == 1
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     after = np.tile(np.arange(1, 2 + spec.drafts, dtype=np.int32), (batch, 1))
-    after = after if spec.drafts else counts[:, None]
     start = -(-spec.conv_bytes // 512) * 512
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -203,7 +202,8 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
             before = {"num_computed_tokens": computed}
         requests = RequestStates(ids[:, 0], ids[:, 0], **before)
         if not is_step:
-            lists = {"query_start_loc": jnp.asarray(starts), "write_after": jnp.asarray(after)}
+            lists = {"query_start_loc": jnp.asarray(starts)}
+            lists |= {"write_after": jnp.asarray(after)} if spec.drafts else {}
             most = int(counts.max())
             requests = RequestStates(ids[:, 0], ids, **lists, max_query_len=most, **before)
         given = arrays.inputs, arrays.log_decay, arrays.beta, states, requests

@@ -269,9 +269,15 @@ def pages_of(layer: Layer, data: Any) -> tuple[StatePages, StatePages, Replay | 
 
 
 def call(
-    layer: Layer, given: Arrays, *, ragged: bool, most: int | None, implementation: Any
+    layer: Layer,
+    given: Arrays,
+    *,
+    ragged: bool,
+    most: int | None,
+    implementation: Any,
+    alone: bool = False,
 ) -> Any:
-    """Calls the kernel of a layer."""
+    """Calls the kernel of a layer; alone: without a list of states, the last ones by default."""
     states, windows, replay = pages_of(layer, given.data)
     conv = None
     if layer.width:
@@ -286,7 +292,8 @@ def call(
     requests = RequestStates(given.read_ids, given.write_ids[:, 0], num_computed_tokens=before)
     if ragged:
         lens = given.lens if layer.holes else None
-        lists = given.read_ids, given.write_ids, given.starts, lens, given.write_after
+        after = None if alone else given.write_after
+        lists = given.read_ids, given.write_ids, given.starts, lens, after
         requests = RequestStates(*lists, max_query_len=most, num_computed_tokens=before)
     arguments = given.inputs, given.log_decay, given.beta, states, requests
     if layer.rule == "scan":
@@ -296,7 +303,7 @@ def call(
     return gated_delta_rule(*arguments, num_key_heads=layer.key_heads, **options)
 
 
-run = jax.jit(call, static_argnames=("layer", "ragged", "most", "implementation"))
+run = jax.jit(call, static_argnames=("layer", "ragged", "most", "implementation", "alone"))
 
 
 def expect(layer: Layer, given: Arrays) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
@@ -650,6 +657,7 @@ REPLAYED_PROMPTS = REPLAYS_IN_KERNELS[0]._replace(inputs="bfloat16", replay=16, 
 @needs_mosaic
 @settings(max_examples=8, phases=AS_DRAWN if ON_GPU else [Phase.explicit])
 @example([1, 3, 70], 4)
+@example([1, 3, 0], 5)
 @given(
     st.sampled_from([[1, 30, 0], [0, 64, 30], [3, 61, 64], [16, 100, 1], [70, 1, 50]]),
     st.integers(0, 99),
@@ -665,7 +673,11 @@ def test_prompts_in_kernels_end_with_a_checkpoint_and_a_ring(counts: list[int], 
     spare = np.setdiff1d(range(PAGES), np.concatenate([ids["read_ids"], *ids["write_ids"]]))
     for i in np.flatnonzero(~np.isin(ids["write_ids"][:, 0], range(PAGES))):
         given.write_ids[i, 0], spare = spare[0], spare[1:]
-    check(REPLAYED_PROMPTS, given, "mosaic_gpu", in_chunks=True, ragged=True, most=None)
+    how: dict[str, Any] = {"in_chunks": True, "ragged": True, "most": None, "alone": seed % 2 > 0}
+    if how["alone"]:
+        columns = given.write_ids[:, :1], given.write_after[:, :1]
+        given = given._replace(write_ids=columns[0], write_after=columns[1])
+    check(REPLAYED_PROMPTS, given, "mosaic_gpu", **how)
 
 
 @needs_mosaic
