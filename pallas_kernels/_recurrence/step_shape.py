@@ -13,7 +13,7 @@ from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 TILE_BYTES = 16 * 1024  # of a tile of a state: what a thread block works on at once
 RING_TILE_BYTES = 8 * 1024  # the same of several tokens with rings, which take registers, too
 DECODE_ROWS = 32  # of a tile of one token with a ring: more take more registers
-DECODE_STAGES = 3  # of those: more thread blocks fit
+DECODE_STAGES = {4: 3, 2: 4}  # of those, by the bytes of a number: three thread blocks fit
 STAGES = 4  # tiles that a thread block has in shared memory
 SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
 BARRIER_BYTES = 8
@@ -165,7 +165,9 @@ def step_shape(
     parts = 1
     if tokens.replay is not None and most > 1:  # of few requests, whose time counts
         heads, parts = 1, rule.value_size // rows
-    stages = min(DECODE_STAGES if decodes else STAGES, heads * rule.value_size // rows // parts)
+    stages = min(
+        DECODE_STAGES[size] if decodes else STAGES, heads * rule.value_size // rows // parts
+    )
     return StepShape(
         rule=rule,
         tokens=most,
