@@ -30,7 +30,7 @@ def outputs_scratch(shape: StepShape) -> pl.MemoryRef:
 
 
 class Window(NamedTuple):
-    """What a convolution reads of some channels of an item, in elements of the pages.
+    """Some channels of an item as a convolution reads them, in elements of the pages.
 
     inputs: of the tokens that it covers, oldest first.
     taps: its weights, and its bias if there is one.

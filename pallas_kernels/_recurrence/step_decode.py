@@ -21,7 +21,7 @@ from pallas_kernels._recurrence.step_shape import StepShape
 
 
 class Head(NamedTuple):
-    """What the output of a value head needs beside the state.
+    """A value head, as its output needs it beside the state.
 
     log_decay, beta: of the new token.
     total: the decays of the ring.
