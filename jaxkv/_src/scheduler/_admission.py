@@ -186,6 +186,7 @@ class Admission:
 
         The sample then computes one token in a step of decodes, and copies the block of that one.
         With whole blocks alone it would compute the others of its last one, in a step for prompts.
+        From one that was preempted and knows its answer, too, what follows would not be cached.
 
         Args:
           most: tokens that it may share.
@@ -197,7 +198,7 @@ class Admission:
         for one in request.family:
             has_all = one.row >= 0 and queues.num_computed(one) >= end
             if has_all and not manager.pending_copies_by_row[one.row]:
-                if not manager.is_loading(one.name):
+                if manager.num_known_tokens(one.name) <= end and not manager.is_loading(one.name):
                     return one
         return None
 
