@@ -279,7 +279,7 @@ for name in sys.argv[1:]:
 def test_an_import_is_quick_and_silent_and_loads_nothing_optional() -> None:
     """At most 100 ms beyond jax, in the quickest of a few runs: others compile or compete.
 
-    On a slower machine, a quarter of what jax itself takes.
+    On a slower or a busy machine, a third of what jax itself takes.
     """
     slow = {part if part == "pallas_kernels" else f"jaxkv._src.{part}" for part in NAMES}
     for _ in range(5):
@@ -287,7 +287,7 @@ def test_an_import_is_quick_and_silent_and_loads_nothing_optional() -> None:
         for line in runs:
             name, took, jax_took, *loaded = line.split()
             assert not set(OPTIONAL) & {module.partition(".")[0] for module in loaded}, name
-            if float(took) <= max(MAX_IMPORT_MS, float(jax_took) / 4):
+            if float(took) <= max(MAX_IMPORT_MS, float(jax_took) / 3):
                 slow.remove(name)
         if not slow:
             return

@@ -300,7 +300,7 @@ CALLS = [
          "dtype=uint8 holds bytes of your own format, not numbers"),
         (hybrid, lambda c, b: R(c, "state.0", b), TypeError, "stores state, not keys and values"),
         (latent, lambda c, b: R(c, "mla.0", b), TypeError, "stores mla, .* use write_rows and"),
-        (hybrid, lambda c, b: jaxkv.read_rows(c, "state.0", b), TypeError, "use read_state"),
+        (hybrid, lambda c, b: jaxkv.read_rows(c, "state.0", b), TypeError, "or read_state"),
         (windows, lambda c, b: jaxkv.read_state(c, "full.0", b), TypeError, "use read_tokens"),
         (latent, lambda c, b: W(c, "mla.0", b, KEYS, VALUES), TypeError, "stores mla, not keys"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS[1:], VALUES), ValueError,

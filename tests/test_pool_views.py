@@ -171,7 +171,7 @@ ONES = jnp.ones((26, 4, 2, 6), jnp.bfloat16)
         (Case(windows), lambda c: describe_layer(c, "x"), ValueError, "layer='x' has no cache"),
         (Case(windows), lambda c: describe_bytes(c, "x"), ValueError, "layer='x' has no cache"),
         (Case(windows), lambda c: jaxkv.layer_view(c, "x"), ValueError, "layer='x' has no cache"),
-        (Case(hybrid), lambda c: jaxkv.layer_view(c, "state.0"), TypeError, "use read_state"),
+        (Case(hybrid), lambda c: jaxkv.layer_view(c, "state.0"), TypeError, "or read_state"),
         (Case(hybrid), lambda c: jaxkv.layer_view(c, "kv.0"), ValueError,
          "layer='kv.0' has 96 of 120 bytes of each page, so its blocks are not contiguous"),
         (Case(windows, "HND", None, (2, 2)),

@@ -192,7 +192,7 @@ def test_media_of_a_prompt_come_in_any_order_and_lie_apart() -> None:
     ("error", "text", "arguments"),
     [
         (ValueError, "block_size=2147483648", {"block_size": 2**31}),
-        (ValueError, "0..2147483647", {"tokens": [2**31] * 8}),
+        (ValueError, "id 2147483648; ids are from 0", {"tokens": [2**31] * 8}),
         (ValueError, "multiple of block_size=4", {"start": 6, "parent": bytes(32)}),
         (ValueError, "without a parent", {"start": 4}),
         (ValueError, "parent must be a key of 32 bytes", {"start": 4, "parent": b"x"}),

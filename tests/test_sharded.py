@@ -443,7 +443,7 @@ def test_heads_of_queries_that_do_not_divide_among_ranks_are_refused() -> None:
         cache, batch = jaxkv.apply_step(cache, upload)
         return jaxkv.attend(cache, "latent", batch, jnp.ones((TOKENS, 3, SIZE)))
 
-    with pytest.raises(ValueError, match=r"a multiple of 2 \(1 KV heads on each of 2 devices"):
+    with pytest.raises(ValueError, match=r"a multiple of 2 \(1 on each of 2 devices"):
         jax.eval_shape(run, cache, shape.idle())
 
 
