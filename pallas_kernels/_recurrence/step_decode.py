@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._mosaic import Ref, load, store, sync_warps
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY
 from pallas_kernels._recurrence.step_common import Item, pair_layout
-from pallas_kernels._recurrence.step_kernel import Stepper
-from pallas_kernels._recurrence.step_rings import THREADS, StepRing, Total
+from pallas_kernels._recurrence.step_replay import RingStepper
+from pallas_kernels._recurrence.step_rings import THREADS, Total
 from pallas_kernels._recurrence.step_shape import StepShape
 
 
@@ -34,11 +34,8 @@ class Head(NamedTuple):
     decay: Array
 
 
-class ReplayDecoder(Stepper):
-    """Steps of one token.
-
-    There are no barriers but those in the code, where shared memory is written and read.
-    """
+class ReplayDecoder(RingStepper):
+    """Steps of one token."""
 
     def __init__(
         self,
@@ -48,17 +45,12 @@ class ReplayDecoder(Stepper):
         ring_rows: tuple[int, ...],
         refs: tuple[Ref, ...],
     ) -> None:
-        super().__init__(shape, head_row, conv_start, refs)
-        keys, self.weights, added, self.vectors, self.products, *wide = self.ring_scratch
+        super().__init__(shape, head_row, conv_start, ring_rows, refs)
+        keys, self.weights, _, self.vectors, self.products, *wide = self.ring_scratch
         self.keys = wide[0] if wide else keys  # in float32
-        self.ring = StepRing(shape, ring_rows, self.pages, self.computed, keys, self.weights, added)
         size = self.rule.value_size
         # Of a head's values: a number for each thread, or for two.
         self.values = self.ring.vector if size == THREADS else pair_layout().reduce(1)
-
-    @override
-    def _more_copies(self, item: Item) -> list[tuple[Ref, Ref]]:
-        return self.ring.copies(item)
 
     @override
     def _run_item(self, item: Item) -> None:

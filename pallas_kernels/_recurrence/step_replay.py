@@ -14,7 +14,7 @@ from pallas_kernels._recurrence.step_rings import StepRing
 from pallas_kernels._recurrence.step_shape import StepShape
 
 
-class Replayer(Stepper):
+class RingStepper(Stepper):
     """Steps of states that pages have as checkpoints and rings.
 
     There are no barriers but those in the code, where shared memory is written and read.
@@ -29,11 +29,15 @@ class Replayer(Stepper):
         refs: tuple[Ref, ...],
     ) -> None:
         super().__init__(shape, head_row, conv_start, refs)
-        self.ring = StepRing(shape, ring_rows, self.pages, self.computed, *self.ring_scratch)
+        self.ring = StepRing(shape, ring_rows, self.pages, self.computed, *self.ring_scratch[:3])
 
     @override
     def _more_copies(self, item: Item) -> list[tuple[Ref, Ref]]:
         return self.ring.copies(item)
+
+
+class Replayer(RingStepper):
+    """Steps of a few tokens."""
 
     @override
     def _run_item(self, item: Item) -> None:
