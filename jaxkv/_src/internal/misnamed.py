@@ -19,15 +19,16 @@ def knows_remedies[**P, R](
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
+        code = inspect.unwrap(function).__code__  # a signature would take long at import
+        count = code.co_argcount
+        first = code.co_varnames[:count]
+        options = code.co_varnames[count:][: code.co_kwonlyargcount]
         title = getattr(function, "__qualname__", "").removesuffix(".__init__")
-        options = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-        first = [name for name in parameters if name not in options]
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, value in kwargs.items():
-                if name not in parameters:
+                if name not in first and name not in options:
                     remedy = remedies.get(name, f"its options are {', '.join(options)}")
                     raise TypeError(f"{title} has no option {name}={shown(value)}; {remedy}")
             if named := dict(zip(options, args[len(first) :], strict=False)):
