@@ -6,6 +6,7 @@ chooses those; the pool starts full of NaN.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.attention import _selected
+from jaxkv.attention import top_blocks
 from pallas_kernels import PackedRow
 from tests.helpers import needs_devices
 from tests.test_attend import (
@@ -41,14 +43,20 @@ SETTINGS = [
         Setting("bf16", "float32", layers=("full", "shared"), ranks=2), marks=needs_devices(2)
     ),
 ]
+OF_HEADS = [  # with the size of blocks; 5 is no multiple of a block of the cache, nor it of 5
+    (Setting("f32", "float32", kernel_block_size=2, rectangular=True, layers=("full",)), 2),
+    (Setting("bf16", "bfloat16", "HND", layers=("window", "shared", "full", "latent")), 5),
+    (Setting("int8_per_token_head", "float32", "BLNHC", 2, layers=("full", "chunked")), 1),
+]
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def step(cache: jaxkv.KVCache, upload: Any, inputs: Any, selected: Any) -> Any:
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="size")
+def step(cache: jaxkv.KVCache, upload: Any, inputs: Any, selected: Any, size: int) -> Any:
     cache, batch = jaxkv.apply_step(cache, upload)
     outs = {}
     for layer, arrays in inputs.items():
         options = OPTIONS.get(layer, {}) | {"selected": selected[layer]}
+        options["sparse_block_size"] = size
         if "sinks" in options:
             options["sinks"] = jnp.asarray(options["sinks"], jnp.float32)
         cache, outs[layer] = jaxkv.attend(cache, layer, batch, *arrays, **options)
@@ -56,42 +64,62 @@ def step(cache: jaxkv.KVCache, upload: Any, inputs: Any, selected: Any) -> Any:
 
 
 class Chooser(Engine):
-    """An engine whose queries attend to random tokens."""
+    """An engine whose queries attend to random tokens, or each KV head to random blocks of them."""
+
+    block, by_head = 1, False
 
     def step(self, work: dict[Any, int]) -> dict[str, np.ndarray]:
         before = self.manager.computed_tokens
         places = self._places(work)
         inputs = {layer: self._inputs(layer, work, places) for layer in self.layers}
         queries = {layer: one[0].reshape(-1, *one[0].shape[-2:]) for layer, one in inputs.items()}
-        chosen = {layer: np.full((len(one), CHOSEN), 2, np.int32) for layer, one in queries.items()}
-        wanted = dict[str, np.ndarray]()
+        chosen, wanted = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for layer, one in queries.items():
             keys, values = next(iter(self.stored.values()))[self._owner(layer)]
+            heads = keys.shape[1] if self.by_head else 1
+            chosen[layer] = np.full((len(one), heads, CHOSEN), 2, np.int32)
             wanted[layer] = np.zeros((*one.shape[:2], values.shape[-1]))
             for request, (first, count) in places.items():
-                keys, values = self.stored[request][self._owner(layer)]
-                good = np.flatnonzero(~np.isnan(keys).any(axis=(1, 2)))
-                for i in range(first, first + count):
-                    position = before[request] + i - first
-                    seen = np.intersect1d(visible(layer, position), good)
-                    some = self.rng.permutation(seen)[: self.rng.integers(0, CHOSEN + 1)]
-                    hidden = [position + 1, LENGTH, -5, 10**9, -1, -1]  # as others may pad
-                    chosen[layer][i] = self.rng.permutation([*some, *hidden][:CHOSEN])
-                    query = one[i].astype(np.float64)
-                    options = OPTIONS.get(layer, {})
-                    wanted[layer][i] = attention(query, keys[some], values[some], **options)
+                stored = self.stored[request][self._owner(layer)]
+                for i, head in itertools.product(range(first, first + count), range(heads)):
+                    numbers, some = self._pick(layer, before[request] + i - first, stored[0])
+                    chosen[layer][i, head] = numbers
+                    of = slice(None)  # heads of queries and of keys
+                    keys, values = stored
+                    if self.by_head:
+                        of = slice(head * one.shape[1] // heads, (head + 1) * one.shape[1] // heads)
+                        keys, values = keys[:, [head]], values[:, [head]]
+                    options = dict(OPTIONS.get(layer, {}))
+                    if "sinks" in options:
+                        options["sinks"] = options["sinks"][of]
+                    query = one[i, of].astype(np.float64)
+                    wanted[layer][i, of] = attention(query, keys[some], values[some], **options)
         selected = {
-            layer: rows.reshape(*inputs[layer][0].shape[:-2], CHOSEN)
+            layer: (rows if self.by_head else rows[:, 0]).reshape(
+                *inputs[layer][0].shape[:-2], *rows.shape[1 : 1 + self.by_head], CHOSEN
+            )
             for layer, rows in chosen.items()
         }
         upload = self.manager.step(self.shape, work)
-        self.cache, outs = step(self.cache, upload, inputs, selected)
+        self.cache, outs = step(self.cache, upload, inputs, selected, self.block)
         for layer, out in outs.items():
             got = np.asarray(out).astype(np.float64).reshape(wanted[layer].shape)
             bound = bound_of(self.setting.queries, LENGTH)
             np.testing.assert_allclose(got, wanted[layer], rtol=0, atol=bound, err_msg=layer)
             assert out.dtype == self.setting.queries
         return {}
+
+    def _pick(self, layer: str, position: int, keys: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Draws numbers of blocks, padded with some that are hidden, and returns their tokens."""
+        good = ~np.isnan(keys).any(axis=(1, 2))
+        blocks = dict[int, list[int]]()
+        for token in visible(layer, position):
+            blocks.setdefault(token // self.block, []).append(token)
+        names = [name for name, tokens in blocks.items() if good[tokens].all()]
+        names = self.rng.permutation(names)[: self.rng.integers(0, CHOSEN + 1)].tolist()
+        hidden = [position // self.block + 1, LENGTH, -5, 10**9, -1, -1]  # as others may pad
+        numbers = self.rng.permutation([*names, *hidden][:CHOSEN])
+        return numbers, [token for name in names for token in blocks[name]]
 
     @staticmethod
     def _owner(layer: str) -> str:
@@ -121,19 +149,27 @@ def test_queries_attend_to_the_tokens_that_are_chosen_and_to_no_other(setting: S
 
 def test_chosen_tokens_are_attended_to_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_selected, "PART_BYTES", 1)
-    right, sizes = _selected._in_parts, set[int]()
+    right, sizes = _selected.in_parts, set[int]()
 
     def noted(attend: Any, size: int, *arrays: Any) -> Any:
         sizes.add(size)
         return right(attend, size, *arrays)
 
-    monkeypatch.setattr(_selected, "_in_parts", noted)
+    monkeypatch.setattr(_selected, "in_parts", noted)
     serve(Setting("f32", "float32", "HND", layers=("full", "chunked")))
     assert sizes == {1}
 
 
-def serve(setting: Setting) -> None:
+@pytest.mark.parametrize(("setting", "block"), OF_HEADS, ids=str)
+def test_each_head_attends_to_the_blocks_that_are_chosen_for_it(
+    setting: Setting, block: int
+) -> None:
+    serve(setting, block, by_head=True)
+
+
+def serve(setting: Setting, block: int = 1, by_head: bool = False) -> None:
     engine = Chooser(setting, shape_of(setting), seed=3)
+    engine.block, engine.by_head = block, by_head
     for name, first in enumerate((5, 6, 1)):
         engine.start(name, 0)
         engine.step({name: first})
@@ -167,7 +203,11 @@ def test_devices_attend_to_the_chosen_tokens_for_their_own_heads() -> None:
                 cache, chosen = jaxkv.top_tokens(cache, f"{layer}.i", batch, *arrays, **index)
                 options = {"selected": chosen, "layer_index": i}
                 cache, out = jaxkv.attend(cache, layer, batch, x, keys, keys, **options)
-                return (cache, x + out), chosen
+                size = {"sparse_block_size": 2, "layer_index": i}
+                each = size | {"count": 2, "local_blocks": 1}
+                cache, blocks = top_blocks(cache, f"{layer}.i", batch, x[:, ::2], **each)
+                cache, more = jaxkv.attend(cache, layer, batch, x, selected=blocks, **size)
+                return (cache, x + out + more), chosen
 
             (cache, x), chosen = jax.lax.scan(run, (cache, queries), jnp.arange(2))
             return cache, (x, chosen)
@@ -303,27 +343,71 @@ def test_the_tokens_of_the_highest_scores_are_chosen(name: str, ranks: int) -> N
                     assert chosen[at].tolist() == padded.tolist()
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("bf16", 1), pytest.param("plain", 2, marks=needs_devices(2))]
+)
+def test_each_head_chooses_the_blocks_of_its_highest_products(name: str, ranks: int) -> None:
+    """And the first block and the last two, which count: 3 tokens each, of 4 or 8 in the cache."""
+    server, rng, size, count = Server({"i": INDEXES[name]}, ranks), np.random.default_rng(5), 3, 5
+    always = {"init_blocks": 1, "local_blocks": 2}
+    choose = functools.partial(top_blocks, count=count, sparse_block_size=size, **always)
+    keys = {request: np.zeros((0, 8)) for request in range(REQUESTS)}
+    for work in ({0: 7, 1: 9}, {0: 5, 1: 1, 2: 2}, {0: 1, 1: 1, 2: 1}, {2: 3, 1: 1, 0: 11}):
+        queries, new = np.full((TOKENS, 2, 8), np.nan), np.full((TOKENS, 8), np.nan)
+        total = sum(work.values())
+        queries[:total] = rng.integers(-8, 9, (total, 2, 8)) / 4
+        new[:total] = rng.integers(-8, 9, (total, 8)) / 4
+        arrays = queries.astype(np.float32), new.astype(np.float32)
+        chosen = np.asarray(server.call(choose, "i", work, *arrays)[1])
+        assert chosen.shape == (TOKENS, 2, count) and (chosen[total:] == -1).all()
+        row = 0
+        for request, tokens in work.items():
+            before = len(keys[request])
+            keys[request] = np.concatenate([keys[request], new[row : row + tokens]])
+            for position in range(before, before + tokens):
+                last = position // size
+                for head in range(2):
+                    products = keys[request][: position + 1] @ queries[row, head]
+                    starts = range(0, position + 1, size)
+                    scores = {start // size: products[start:][:size].max() for start in starts}
+                    forced = sorted({0, *range(max(last - 1, 0), last + 1)})
+                    rest = sorted(scores.keys() - set(forced), key=lambda i: (-scores[i], i))
+                    right = [*forced, *rest][:count]
+                    padded = right + [-1] * (count - len(right))
+                    assert chosen[row, head].tolist() == padded
+                row += 1
+
+
 def test_the_chosen_tokens_are_attended_to_in_a_step_context() -> None:
     """Of as many tokens as there are, none is left out: as without ``selected``."""
     layers = {"a": jaxkv.MLASpec(block_size=4, head_size=8, dtype="f32"), "i": INDEXES["plain"]}
     rng, outs = np.random.default_rng(2), []
     queries = rng.standard_normal((TOKENS, 3, 8)).astype(np.float32)
     keys = rng.standard_normal((TOKENS, 8)).astype(np.float32)
-    for is_sparse in (False, True):
+    for chosen_by in (None, "tokens", "blocks"):
         server = Server(layers)
         server.manager.start(0)
 
-        def run(cache: Any, upload: Any, is_sparse: bool = is_sparse) -> Any:
+        def run(cache: Any, upload: Any, chosen_by: str | None = chosen_by) -> Any:
             step = jaxkv.StepContext(cache, upload, token_ids=jnp.zeros(TOKENS, jnp.int32))
-            weights = jnp.ones((1, TOKENS, 3))
-            chosen = step.top_tokens("i", queries[None], weights, keys[None], count=LENGTH)
-            assert chosen.shape == (1, TOKENS, LENGTH)
-            options = {"selected": chosen} if is_sparse else {}
+            options: dict[str, Any] = {}
+            if chosen_by != "blocks":
+                weights = jnp.ones((1, TOKENS, 3))
+                chosen = step.top_tokens("i", queries[None], weights, keys[None], count=LENGTH)
+                assert chosen.shape == (1, TOKENS, LENGTH)
+                options = {"selected": chosen} if chosen_by else {}
+            else:
+                size = {"sparse_block_size": 2}
+                arrays = queries[None, :, :1], keys[None]
+                chosen = step.top_blocks("i", *arrays, count=LENGTH // 2, **size)
+                assert chosen.shape == (1, TOKENS, 1, LENGTH // 2)
+                options = {"selected": chosen, **size}
             out = step.attend("a", queries[None], keys[None], **options)
             return step.done(), out
 
         outs.append(jax.jit(run)(server.cache, server.manager.step(server.shape, {0: 13}))[1])
     np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)
+    np.testing.assert_allclose(outs[0], outs[2], atol=1e-5)
     assert outs[0].shape == (1, TOKENS, 3, 8)
 
 
@@ -359,6 +443,12 @@ WRONG = {
         ValueError,
         r"selected has shape \(3, 2\); this batch wants \(16, 'N'\)",
     ),
+    "positions for other heads": (
+        {"selected": np.zeros((TOKENS, 2, 2), np.int32)},
+        ValueError,
+        r"or \(16, 1, 'N'\), those of each KV head",
+    ),
+    "a size of nothing": ({"sparse_block_size": 4}, ValueError, "of blocks in selected, which is"),
     "no positions": ({"selected": np.zeros((TOKENS, 0), np.int32)}, ValueError, "selected has sh"),
     "kernels": (
         {"selected": np.zeros((TOKENS, 2), np.int32), "implementation": "mosaic_gpu"},
@@ -380,6 +470,22 @@ def test_wrong_choices_are_refused_by_name(what: str) -> None:
         server.call(jaxkv.attend, "a", {0: 1}, *arrays, **options)
 
 
+def test_top_blocks_refuses_groups_and_sizes_that_do_not_fit() -> None:
+    queries, keys = jnp.zeros((TOKENS, 2, 8)), jnp.zeros((TOKENS, 8))
+    right = {"count": 2, "sparse_block_size": 4}
+    for layer, arrays, options, message in [
+        ("groups", (queries,), {}, "layer='groups' has a key for each 4 tokens; top_blocks wants"),
+        ("plain", (queries[:, 0],), {}, r"queries has shape \(16, 8\); layer 'plain'"),
+        ("plain", (queries, keys[:3]), {}, r"keys has shape \(3, 8\)"),
+        ("plain", (queries,), {"sparse_block_size": 0}, "sparse_block_size must be at least 1"),
+        ("plain", (queries,), {"local_blocks": -1}, "local_blocks must be at least 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            options = right | options
+            function = functools.partial(top_blocks, **options)
+            Server(INDEXES).call(function, layer, {0: 1}, *arrays)
+
+
 def test_top_tokens_refuses_what_holds_no_index_and_what_does_not_fit() -> None:
     layers = {
         "full": jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8),
@@ -391,7 +497,7 @@ def test_top_tokens_refuses_what_holds_no_index_and_what_does_not_fit() -> None:
     for layer, arrays, count, error, message in [
         ("full", (queries, weights), 1, TypeError, "layer='full' is no layer of one key per token"),
         ("window", (queries, weights), 1, TypeError, "layer='window' is no layer of one key"),
-        ("bytes", (queries, weights), 1, TypeError, "bytes_per_token=9, which top_tokens cannot"),
+        ("bytes", (queries, weights), 1, TypeError, "bytes_per_token=9, which is no key"),
         ("groups", (queries, weights, keys), 1, ValueError, "one for each 4 tokens: write those"),
         ("plain", (queries, weights[:, :1]), 1, ValueError, r"weights has shape \(16, 1\); wants"),
         ("plain", (queries[..., :4], weights), 1, ValueError, r"queries has shape \(16, 2, 4\)"),

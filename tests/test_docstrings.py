@@ -26,6 +26,7 @@ PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pa
 QUESTION = re.compile(r'^ *"""(?:What|Which|Who|Whose|Where|How|When|Knows)\b.*', re.MULTILINE)
 LAYERS = {"layer": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)}
 INDEXED = dict.fromkeys(("layer", "indexer"), jaxkv.MLASpec(block_size=16, head_size=8))
+BLOCKS = LAYERS | {"indexer": INDEXED["indexer"]}
 STATES = {"state": jaxkv.StateSpec(block_size=16, shapes=((8,),), dtypes=("f32",))}
 ON_DEVICE = re.compile(
     r"\bdef step\(|\bjaxkv\.(apply_step|attend|(read|write)_|layer_view)|= pallas_kernels\."
@@ -106,7 +107,7 @@ def forward(params: jax.Array, step: jaxkv.StepContext) -> jax.Array:
 @functools.cache
 def settled(layers: str = "layer") -> dict[str, Any]:
     """Returns what examples take for granted: a model, its plan, cache and shape."""
-    specs = {"layer": LAYERS, "state": STATES, "index": INDEXED}[layers]
+    specs = {"layer": LAYERS, "state": STATES, "index": INDEXED, "blocks": BLOCKS}[layers]
     plan = jaxkv.plan_cache(specs, 2**20, max_model_len=8192)
     sizes = {"max_requests": 256, "max_tokens": 64, "forks": 4, "cached_tokens": 64, "extra": 64}
     shape = jaxkv.StepShape.for_plan(plan, **sizes)
@@ -171,5 +172,6 @@ def test_an_example_runs(where: tuple[str, str]) -> None:
     manager = jaxkv.BlockManager(settled()["plan"], max_requests=256)
     layers = "state" if "_state(" in EXAMPLES[where] else "layer"
     layers = "index" if "top_tokens(" in EXAMPLES[where] else layers
+    layers = "blocks" if "top_blocks(" in EXAMPLES[where] else layers
     names = vars(importlib.import_module(module)) | settled(layers)
     run(EXAMPLES[where], names | {"manager": manager, "tokens": tokens})

@@ -21,7 +21,13 @@ import pytest
 import jaxkv
 from jaxkv import layout, planning, pool, prefixes, specs
 from jaxkv._src.layout import LayerExtents, PagePlacement
-from jaxkv.attention import block_mask_indices, block_mask_sizes, hadamard, physical_to_logical
+from jaxkv.attention import (
+    block_mask_indices,
+    block_mask_sizes,
+    hadamard,
+    physical_to_logical,
+    top_blocks,
+)
 from jaxkv.drafts import NgramDrafts
 from jaxkv.hf_config import count_weights
 from jaxkv.logits_processors import TokenAutomaton, TokenTable
@@ -55,7 +61,7 @@ LEAST: dict[str, int | None] = dict.fromkeys(
     "lookahead_steps rank worker layer page_offset_bytes seed groups logprobs prompt_logprobs "
     "replay BlockManager.fork.num_tokens BlockManager.fork.prompt_tokens "
     "HostMemory.is_worth_it.num_tokens HostMemory.is_worth_it.num_bytes "
-    "longest_model_len.max_model_len".split(),
+    "longest_model_len.max_model_len init_blocks local_blocks".split(),
     0,
 )
 LEAST |= {"priority": None}
@@ -265,7 +271,7 @@ def of_steps(s: Served) -> Iterator[Call]:
         | run
         | rows
         | {"queries": s.keys, "scale": 1.0, "soft_cap": None, "sinks": None, "row_packing": None}
-        | {"selected": jnp.zeros((8, 3), jnp.int32)},
+        | {"selected": jnp.zeros((8, 3), jnp.int32), "sparse_block_size": 2},
         jaxkv.write_tokens: step | run | rows,
         jaxkv.read_tokens: step | {"dtype": "float32"},
         jaxkv.write_rows: step | run | {"rows": jnp.ones((8, 2, 8), jnp.bfloat16), "mask": None},
@@ -326,6 +332,9 @@ def of_index(_: Served) -> Iterator[Call]:
     run = {"cache": cache, "batch": batch, "layer_index": None, "implementation": "xla"}
     arrays = {"queries": jnp.ones((8, 2, 8)), "weights": jnp.ones((8, 2)), "keys": jnp.ones((8, 8))}
     yield traced(jaxkv.top_tokens), run | arrays | {"layer": "a", "count": 4}
+    del arrays["weights"]
+    sizes = {"count": 4, "sparse_block_size": 2, "init_blocks": 0, "local_blocks": 1}
+    yield traced(top_blocks), run | arrays | sizes | {"layer": "a"}
 
 
 def traced(call: Callable[..., Any]) -> Callable[..., Any]:

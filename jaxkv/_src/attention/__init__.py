@@ -9,6 +9,7 @@ from jaxkv._src.attention._block_mask import (
     physical_to_logical,
 )
 from jaxkv._src.attention._hadamard import hadamard
+from jaxkv._src.attention._top_blocks import top_blocks
 from jaxkv._src.attention._top_tokens import top_tokens
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "block_mask_sizes",
     "hadamard",
     "physical_to_logical",
+    "top_blocks",
     "top_tokens",
 ]

@@ -9,9 +9,16 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int32
 
 from jaxkv._src.attention._kernel import attend_to_layer
-from jaxkv._src.attention._selected import attend_to_selected, packed_row, takes_rows
+from jaxkv._src.attention._rows import packed_row
+from jaxkv._src.attention._selected import attend_to_selected, takes_rows
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
-from jaxkv._src.internal.checks import check_array, check_choice, check_int32, check_number
+from jaxkv._src.internal.checks import (
+    check_array,
+    check_choice,
+    check_int32,
+    check_number,
+    check_positive,
+)
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.internal.persistent_jit import persistent_jit
 from jaxkv._src.pool import (
@@ -43,7 +50,10 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
-    selected: Int32[Array, "*tokens chosen"] | None = None,
+    selected: Int32[Array, "*tokens chosen"]
+    | Int32[Array, "*tokens kv_heads chosen"]
+    | None = None,
+    sparse_block_size: int = 1,
     row_packing: LatentPacking | None = None,
     layer_index: LayerIndex = None,
     implementation: Implementation | None = None,
@@ -97,9 +107,11 @@ def attend(
       sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
       selected: int32[T, N] or [B, T / B, N], for each query the positions of the tokens that it
         attends to, in any order, each at most once and -1 for none; those that the layer's rule
-        hides stay hidden. Of all heads together: `top_tokens` chooses them. Mosaic attends to them
-        in latent vectors (16 bits, or ``row_packing``), XLA in other layers. None: all that the
-        rule shows.
+        hides stay hidden. `top_tokens` chooses them for all heads together, `top_blocks` for each
+        KV head: [T, kv_heads, N] or [B, T / B, kv_heads, N]. Mosaic attends to them in latent
+        vectors (16 bits, or ``row_packing``), XLA in other layers. None: all that the rule shows.
+      sparse_block_size: adjacent tokens that each number in ``selected`` stands for: number i for
+        the positions ``i * sparse_block_size`` and on. 1: numbers are positions.
       row_packing: ``"fp8_ds_mla"`` for a layer whose latent vectors are packed into its
         ``bytes_per_token``: 656 for 512 + 64 elements; see `pallas_kernels.PackedRow`. ``attend``
         packs ``keys``, and does not use the K scale. None: elements of the layer's dtype.
@@ -129,10 +141,16 @@ def attend(
             raise ValueError(
                 f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
             )
+    check_positive(sparse_block_size=sparse_block_size)
     if selected is not None:
         _check_selected(bound, selected, rule)
+    elif sparse_block_size != 1:
+        raise ValueError(
+            f"sparse_block_size={sparse_block_size} is of blocks in selected, which is None"
+        )
     _check_written(layer, bound, keys, values)
-    buffer, out = _attend(bound, queries, keys, values, sinks, selected, rule=rule)
+    options = {"rule": rule, "sparse_block_size": int(sparse_block_size)}
+    buffer, out = _attend(bound, queries, keys, values, sinks, selected, **options)
     return put_back(cache, layer, bound, buffer), out
 
 
@@ -146,6 +164,7 @@ def _attend(
     selected: Array | None,
     *,
     rule: AttentionRule,
+    sparse_block_size: int,
 ) -> tuple[Array | None, Array]:
     """Writes and attends; returns the buffer, None if nothing is written, and the output.
 
@@ -167,17 +186,20 @@ def _attend(
             buffer = _store(bound, keys, values, rule)
             bound = dataclasses.replace(bound, buffer=buffer)
         if selected is not None:
-            return buffer, attend_to_selected(bound, queries, sinks, selected, rule)
+            arrays = queries, sinks, selected
+            return buffer, attend_to_selected(bound, *arrays, rule, sparse_block_size)
         return buffer, attend_to_layer(bound, queries, sinks, rule)
 
     axis = bound.layout.heads_axis
     by_head = PartitionSpec(*[None] * (queries.ndim - 2), axis) if axis else SAME
     of_sinks = PartitionSpec(axis) if axis else SAME
     of_keys = SAME if keys is None else bound.form.by_head(keys.ndim - 2)
+    is_by_head = selected is not None and selected.ndim == queries.ndim
+    of_selected = bound.form.by_head(queries.ndim - 2) if is_by_head else SAME
     return on_devices(
         run,
         *(bound, queries, keys, values, sinks, selected),
-        in_specs=(by_head, of_keys, of_keys, of_sinks, SAME),
+        in_specs=(by_head, of_keys, of_keys, of_sinks, of_selected),
         out_specs=(bound.layout.buffer_spec, by_head),
     )
 
@@ -218,11 +240,12 @@ def _check_written(layer: str, bound: BoundLayer, keys: Array | None, values: Ar
 def _check_selected(bound: BoundLayer, selected: Array, rule: AttentionRule) -> None:
     """Raises TypeError, ValueError or NotImplementedError unless these can be attended to."""
     check_int32(selected=selected)
-    shape = bound.batch.token_shape
-    if selected.ndim != len(shape) + 1 or selected.shape[:-1] != shape or not selected.shape[-1]:
+    shape, spec = bound.batch.token_shape, bound.form.spec
+    heads = 1 if isinstance(spec, MLASpec) else spec.num_kv_heads * bound.ranks_of_heads
+    if selected.shape[:-1] not in (shape, (*shape, heads)) or not selected.shape[-1]:
         raise ValueError(
             f"selected has shape {selected.shape}; this batch wants {(*shape, 'N')}, the positions "
-            "that each query attends to"
+            f"that each query attends to, or {(*shape, heads, 'N')}, those of each KV head"
         )
     if not rule.causal:
         raise ValueError("selected chooses tokens of the request itself, not of an encoder")

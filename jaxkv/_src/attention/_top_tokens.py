@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxkv._src.attention._selected import choose_rows, index_row
+from jaxkv._src.attention._rows import index_row
+from jaxkv._src.attention._scores import choose_rows
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_positive
 from jaxkv._src.internal.numbers import INT32_MAX
@@ -52,14 +53,15 @@ def top_tokens(
     ``weights * max(queries @ key, 0)``, in float32. The tokens of the query's own request up to
     itself compete. Bytes that its request did not write are never chosen, whatever they hold.
 
-    Choices of another form are planned and stored, and left to your own kernels: blocks of tokens
-    for each KV head (MiniMax-M3), and attention over compressed vectors (DeepSeek-V4).
+    `top_blocks` chooses blocks of tokens for each KV head (MiniMax-M3). Attention over compressed
+    vectors (DeepSeek-V4) is planned and stored, and left to your own kernels.
 
     Args:
       cache, batch: from `apply_step`.
       layer: name of a layer of one key per token: an `MLASpec`. With ``compress_ratio``, one key
         for each of its groups of tokens: those that are whole compete, and the result has the
-        numbers of groups, of which group i is of the positions ``i * compress_ratio`` and on. With
+        numbers of groups, of which group i is of the positions ``i * compress_ratio`` and on
+        (``sparse_block_size=compress_ratio`` tells `attend` that). With
         ``bytes_per_token`` for it (132 for 128 elements): float8_e4m3fn and a float32 scale for
         each 128 elements, which this function packs ``keys`` into.
       queries: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch.
@@ -79,20 +81,12 @@ def top_tokens(
     """
     check_positive(count=count)
     bound = bind(cache, layer, batch, layer_index, implementation)
-    spec = _index_spec(layer, bound)
+    spec = index_spec(layer, bound)
     shape = bound.batch.token_shape
-    check_array(queries=queries, weights=weights)
-    for name, array in (("queries", queries), ("weights", weights)):
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-            raise TypeError(f"{name} has dtype {array.dtype}; wants floats of 16 bits or more")
-    heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
-    if not heads or queries.shape != (*shape, heads, spec.head_size):
-        raise ValueError(
-            f"queries has shape {queries.shape}; layer {layer!r} and this batch want "
-            f"{(*shape, 'heads', spec.head_size)}"
-        )
-    if weights.shape != (*shape, heads):
-        raise ValueError(f"weights has shape {weights.shape}; wants {(*shape, heads)}")
+    check_index_queries(layer, bound, queries)
+    _check_floats("weights", weights)
+    if weights.shape != (wanted := (*shape, queries.shape[-2])):
+        raise ValueError(f"weights has shape {weights.shape}; wants {wanted}")
     if keys is not None:
         if spec.compress_ratio > 1:
             raise ValueError(
@@ -104,18 +98,34 @@ def top_tokens(
     return put_back(cache, layer, bound, buffer), chosen
 
 
-def _index_spec(layer: str, bound: BoundLayer) -> MLASpec:
+def check_index_queries(layer: str, bound: BoundLayer, queries: Array) -> None:
+    """Raises TypeError or ValueError unless these are queries of an index for a step."""
+    _check_floats("queries", queries)
+    shape, width = bound.batch.token_shape, bound.form.spec.head_size
+    heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
+    if not heads or queries.shape != (*shape, heads, width):
+        raise ValueError(
+            f"queries has shape {queries.shape}; layer {layer!r} and this batch want "
+            f"{(*shape, 'heads', width)}"
+        )
+
+
+def _check_floats(name: str, array: Array) -> None:
+    check_array(**{name: array})
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        raise TypeError(f"{name} has dtype {array.dtype}; wants floats of 16 bits or more")
+
+
+def index_spec(layer: str, bound: BoundLayer) -> MLASpec:
     """Returns the spec of a layer of index keys; raises TypeError for others."""
     spec = token_spec(layer, bound.form.spec)
     if not isinstance(spec, MLASpec) or bound.requests.growth.window != INT32_MAX:
-        raise TypeError(
-            f"layer={layer!r} is no layer of one key per token; top_tokens wants an MLASpec"
-        )
+        raise TypeError(f"layer={layer!r} is no layer of one key per token; an index is an MLASpec")
     packed = index_row(spec)
     if spec.bytes_per_token != (None if packed is None else packed.row_bytes):
         raise TypeError(
-            f"layer={layer!r} has bytes_per_token={spec.bytes_per_token}, which top_tokens cannot "
-            "read: it reads elements of a dtype, or 132 bytes for each 128 elements"
+            f"layer={layer!r} has bytes_per_token={spec.bytes_per_token}, which is no key of an "
+            "index: that has elements of a dtype, or 132 bytes for each 128 elements"
         )
     return spec
 
@@ -127,15 +137,7 @@ def _choose(
     def run(
         bound: BoundLayer, queries: Array, weights: Array, keys: Array | None
     ) -> tuple[Array | None, Array]:
-        buffer = None
-        if keys is not None:
-            packed = index_row(bound.form.spec)
-            if packed is not None:
-                rows = packed.pack(keys)
-            else:
-                rows = quantize(keys, bound.form.row.dtype, bound.key_value_scales[0])
-            buffer = store_rows(bound, rows)
-            bound = dataclasses.replace(bound, buffer=buffer)
+        buffer, bound = store_keys(bound, keys)
         return buffer, choose_rows(bound, queries, weights, count)
 
     return on_devices(
@@ -144,3 +146,16 @@ def _choose(
         in_specs=(SAME, SAME, SAME),
         out_specs=(bound.layout.buffer_spec, SAME),
     )
+
+
+def store_keys(bound: BoundLayer, keys: Array | None) -> tuple[Array | None, BoundLayer]:
+    """Writes index keys; returns the buffer, None if there are none, and the layer with them."""
+    if keys is None:
+        return None, bound
+    packed = index_row(bound.form.spec)
+    if packed is not None:
+        rows = packed.pack(keys)
+    else:
+        rows = quantize(keys, bound.form.row.dtype, bound.key_value_scales[0])
+    buffer = store_rows(bound, rows)
+    return buffer, dataclasses.replace(bound, buffer=buffer)

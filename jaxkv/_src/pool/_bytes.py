@@ -105,18 +105,24 @@ def read_elements(
     return data.reshape(*block_ids.shape, extents.tiles * extents.rows, row_bytes // itemsize)
 
 
-def read_cells(layer: BoundLayer, block_ids: Array, rows: Array, dtype: str) -> Array:
+def read_cells(
+    layer: BoundLayer, block_ids: Array, rows: Array, dtype: str, heads: Array | None = None
+) -> Array:
     """Reads one stored row each: dtype[..., elements of a row with all its heads].
 
     The null block and ids out of range read as zeros.
 
     Args:
       block_ids, rows: int32[...], the blocks, and the rows in them.
+      heads: int32 that broadcasts to them, the head of which alone each row is read; None: all.
     """
     check_whole(layer.buffer, layer.form.buffer_shape)
     extents = layer.form.extents
+    is_one_part = heads is not None or extents.rows_are_whole
     width, head, head_offset = extents.heads * extents.cell_bytes, 0, 0
-    if not extents.rows_are_whole:  # a part for each head
+    if heads is not None:
+        width, head, head_offset = extents.cell_bytes, heads, heads * extents.head_bytes
+    elif not is_one_part:  # a part for each head
         block_ids, rows, width = block_ids[..., None], rows[..., None], extents.cell_bytes
         head = jnp.arange(extents.heads, dtype=jnp.int32)
         head = head.reshape(*[1] * (rows.ndim - 1), extents.heads)
@@ -133,7 +139,7 @@ def read_cells(layer: BoundLayer, block_ids: Array, rows: Array, dtype: str) -> 
 
     sizes = (extents.start_bytes, extents.row_bytes, extents.head_bytes, extents.extent_bytes)
     data = _gather(gather, buffer, dtype, (width, *sizes))
-    batch = index.shape if extents.rows_are_whole else index.shape[:-1]
+    batch = index.shape if is_one_part else index.shape[:-1]
     return data.reshape(*batch, -1)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32, PyTree, Shaped
 
-from jaxkv._src.attention import attend, top_tokens
+from jaxkv._src.attention import attend, top_blocks, top_tokens
 from jaxkv._src.cache import KVCache, LayerIndex, StepBatch
 from jaxkv._src.internal.checks import check_array, check_flag, check_int32
 from jaxkv._src.internal.indexing import take
@@ -127,7 +127,10 @@ class StepContext:
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
-        selected: Int32[Array, "*tokens chosen"] | None = None,
+        selected: Int32[Array, "*tokens chosen"]
+        | Int32[Array, "*tokens kv_heads chosen"]
+        | None = None,
+        sparse_block_size: int = 1,
         row_packing: LatentPacking | None = None,
         layer_index: LayerIndex = None,
         implementation: Implementation | None = None,
@@ -148,12 +151,14 @@ class StepContext:
         if keys is None and write and values is None:
             self._record.check_readable(layer, layer_index)
         if selected is not None:
-            (selected,), _ = _without_batch_axis(self._batch, 1, (selected,))
+            by_head = np.ndim(selected) == np.ndim(queries)
+            (selected,), _ = _without_batch_axis(self._batch, 1 + by_head, (selected,))
         options = dict(
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
             selected=selected,
+            sparse_block_size=sparse_block_size,
             row_packing=row_packing,
             layer_index=layer_index,
             implementation=implementation,
@@ -182,6 +187,31 @@ class StepContext:
             features=2,
             writes=keys is not None,
         )
+
+    def top_blocks(
+        self,
+        layer: str,
+        queries: Float[Array, "*tokens heads key_size"],
+        keys: Float[Array, "*tokens key_size"] | None = None,
+        *,
+        count: int,
+        sparse_block_size: int,
+        init_blocks: int = 0,
+        local_blocks: int = 0,
+        layer_index: LayerIndex = None,
+        implementation: Implementation | None = None,
+    ) -> Int32[Array, "*tokens heads count"]:
+        """Writes index keys and chooses blocks by them; see `jaxkv.attention.top_blocks`."""
+        options = dict(
+            count=count,
+            sparse_block_size=sparse_block_size,
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            layer_index=layer_index,
+            implementation=implementation,
+        )
+        writes = keys is not None
+        return self._call(top_blocks, layer, (queries, keys), options, features=2, writes=writes)
 
     def gated_delta(
         self,
