@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from pallas_kernels import _capability
+
 # Most of the suite's time is compiling.
 if not shutil.which("nvidia-smi"):
     # LLVM leaves XLA's program as it is, and what runs is tiny.
@@ -67,6 +69,18 @@ LONGEST = {"test_notebooks", "test_benchmarks", "test_demo", "test_hosts", "test
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chooses and lowers kernels for 9.0, whatever GPU there is, or is asked for."""
+    others = _capability.compute_capability() not in (None, _capability.WITHOUT_GPU)
+    if others:
+        monkeypatch.setattr(_capability, "compute_capability", lambda: _capability.WITHOUT_GPU)
+        jax.clear_caches()  # jax keeps what it has traced for the other GPU
+    yield
+    if others:
+        jax.clear_caches()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -98,7 +98,10 @@ def _why_not_decode(arrays: AttentionArrays, config: Config) -> str | None:
         arrays, config = share_latents(arrays, config)
     shape = decode_shape(arrays, config, config.group)
     if config.token_head_row is not None and not shape.by_tma:
-        return "pages have a scale for each token and head, which cp.async does not copy"
+        return (
+            "pages that have a scale for each token and head need compute capability 9.0 or "
+            "later, whose copies are not in pieces of 16 bytes"
+        )
     if not shape.swizzle:
         return (
             f"keys are {config.key_width} wide, values {config.value_width} and pages have "

@@ -578,6 +578,7 @@ def lower(function: Any, arguments: list[jax.ShapeDtypeStruct], platform: str = 
 
 
 @needs_mosaic
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_shapes_of_models_lower_for_cuda(shape: Shape) -> None:
     attend = functools.partial(
@@ -607,6 +608,7 @@ def structs(case: Case, tokens: int, batch: int) -> list[Any]:
 
 
 @needs_mosaic
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("heads", "tokens", "page_tokens", "pages"),
     [(16, 32, 16, "bfloat16"), (128, 32, 64, "float8_e4m3fn"), (128, 8, 64, PACKED)],
@@ -638,6 +640,7 @@ def test_the_kernels_count_in_int32_under_x64_too() -> None:
 
 
 @needs_mosaic
+@pytest.mark.usefixtures("hopper")
 def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
     monkeypatch.setattr(_capability, "compute_capability", lambda: (9, 0))
     arguments = PLAIN.arguments(per_request=True)
@@ -708,6 +711,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("case", LIMITS, ids=str)
 def test_mosaic_takes_all_up_to_its_limits(case: Case, monkeypatch) -> None:
     from pallas_kernels._paged_attention import call

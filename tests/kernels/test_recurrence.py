@@ -31,7 +31,15 @@ from pallas_kernels._recurrence import limits, prompt, prompt_parts, step, step_
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks
 from pallas_kernels._recurrence.prompt_shape import PromptShape
 from pallas_kernels._recurrence.rule import Requests, Rule, Tokens, replay_shapes
-from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.helpers import (
+    HAS_MOSAIC,
+    IMPLEMENTATIONS,
+    ON_GPU,
+    as_ids,
+    kernels_run,
+    needs_mosaic,
+    skip_without,
+)
 from tests.reference_recurrence import (
     RecurrentCase,
     convolve,
@@ -474,6 +482,7 @@ NAMES = ["float32", "bfloat16", "float16"]
 
 
 @needs_mosaic
+@pytest.mark.usefixtures("hopper")
 @settings(max_examples=300)
 @given(data=st.data())
 def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) -> None:
@@ -516,6 +525,7 @@ def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) ->
 
 
 @needs_mosaic
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("other", ["", "first", "num_pages", "page_step", "data", "traced"])
 def test_a_convolution_is_fused_if_its_inputs_lie_in_the_extents_of_the_states(other: str) -> None:
     rule = Rule(1, 1, 128, 128, True, True, 1.0, values_first=False)
@@ -683,6 +693,7 @@ def test_prompts_in_kernels_end_with_a_checkpoint_and_a_ring(counts: list[int], 
 @needs_mosaic
 def test_the_inverse_of_a_chunk_is_as_precise_as_what_it_becomes() -> None:
     """Rounding to bfloat16 comes last: what it hides in an output adds up where keys are alike."""
+    skip_without("recurrent_prompt")
     rng = np.random.default_rng(0)
     keys = rng.normal(size=CHUNK) + 0.3 * rng.normal(size=(CHUNK, CHUNK))
     parts = keys, keys, np.eye(CHUNK)  # of values of one token each, the products are the inverse
@@ -1083,6 +1094,7 @@ def test_prompts_of_other_shapes_are_left_to_xla(name, out, key, value, text) ->
     assert (reason or "").startswith(text) and bool(reason) == bool(text)
 
 
+@pytest.mark.usefixtures("hopper")
 @given(
     *(st.sampled_from(NAMES), st.sampled_from(NAMES)),
     *(st.sampled_from([16, 32, 64, 96, 128, 192, 256]) for _ in range(2)),
