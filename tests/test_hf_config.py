@@ -182,6 +182,8 @@ def test_speculative_tokens_add_states_and_convolution_rows() -> None:
     state = only(own_caches(config, speculative_tokens=2), StateSpec)
     assert state.shapes[0] == (5, 8192)
     assert state.growth.max_blocks(1000, 1, 0) == 3
+    state = only(own_caches(config, speculative_tokens=2, replay=8), StateSpec)
+    assert state.growth.max_blocks(1000, 1, 0) == 1 and state.growth.max_drafts == 2
     config = load_config("kimi-linear-48b-a3b")
     state = only(own_caches(config, speculative_tokens=3), StateSpec)
     assert state.shapes[0][0] == 6

@@ -95,7 +95,7 @@ def of_planning(s: Served) -> Iterator[Call]:
     yield jaxkv.SlidingWindowMLASpec, LATENT | {"sliding_window": 4}
     ring = {"block_size": 4, "group_size": 2, "head_size": 8, "dtype": "bf16"}
     yield jaxkv.RingSpec, ring | PAGES
-    yield jaxkv.StateSpec, STATES | {"speculative_blocks": 0, "replay": 0}
+    yield jaxkv.StateSpec, STATES | {"speculative_blocks": 0, "replay": 0, "speculative_tokens": 0}
     yield jaxkv.SharedKVSpec, {"layer": "a"}
     yield jaxkv.Limits, {"max_in_flight_tokens": 8, "max_encoder_tokens": 8}
     sizes = {"num_key_heads": 2, "num_value_heads": 2, "key_size": 4, "value_size": 4}

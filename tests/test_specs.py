@@ -482,6 +482,9 @@ def test_a_page_with_a_ring_has_a_checkpoint_and_what_tokens_have_added() -> Non
     halved = dataclasses.replace(ring, dtypes=("bf16", "bf16"), replay=16)
     assert halved.array_bytes[2:] == (2 * 16 * 16 * 128, 2 * 32 * 16 * 128, 2 * 32 * 3 * 16)
     assert ring.interpretation != state.interpretation
+    drafted = dataclasses.replace(halved, speculative_tokens=2)  # another number for each row
+    assert drafted.array_bytes[4] == 2 * 32 * 4 * 16 and drafted.growth.max_drafts == 2
+    assert drafted.interpretation != halved.interpretation
     alone = StateSpec(block_size=4, shapes=((2, 4, 4),), dtypes=("f32",), replay=3)
     assert alone.arrays[1:3] == (((2, 3, 4), "float32"), ((2, 3, 4), "float32"))
     mode = {"block_size": 12, "cache_mode": "all"}
@@ -491,6 +494,13 @@ def test_a_page_with_a_ring_has_a_checkpoint_and_what_tokens_have_added() -> Non
         ({"shapes": (shapes[0], (32, 128))}, "replay=8 needs states"),
         ({"speculative_blocks": 2}, "replay=8 and speculative_blocks=2"),
         (mode, "replay=8 does not divide block_size=12"),
+        ({"speculative_tokens": 4}, "speculative_tokens=4 needs replay=10 or more, got 8"),
+        ({"speculative_tokens": 1, "replay": 0}, "speculative_tokens=1 needs replay;"),
+        ({"speculative_tokens": 1, "cache_mode": "align"}, 'needs cache_mode="none", got'),
+        (
+            {"speculative_tokens": 3},
+            r"shapes\[0\]=\(3, 8192\) must have as many inputs of a",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             dataclasses.replace(ring, **wrong)

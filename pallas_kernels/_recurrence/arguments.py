@@ -67,7 +67,7 @@ def _check_replay(rule: Rule, tokens: Tokens, replay: Replay) -> None:
             f"log_decay has shape {tokens.log_decay.shape}; with replay, each head has one decay: "
             "pass replay=None"
         )
-    for name, pages in replay._asdict().items():
+    for name, pages in zip(replay._fields, replay.arrays, strict=False):
         check_pages(f"replay.{name}", pages, 3)
         if not pages.are_beside(states):
             raise ValueError(
@@ -76,8 +76,14 @@ def _check_replay(rule: Rule, tokens: Tokens, replay: Replay) -> None:
             )
         if jnp.dtype(pages.dtype) != jnp.dtype(states.dtype):
             raise ValueError(f"replay.{name} has dtype {pages.dtype}, and states {states.dtype}")
-    wanted = replay_shapes(replay.length, states.shape, rule.key_heads, states.itemsize)
-    given = tuple(pages.shape for pages in replay)
+    if not isinstance(replay.drafts, int) or replay.drafts < 0 or replay.limit < 1:
+        raise ValueError(
+            f"replay.drafts={shown(replay.drafts)} must be an int of at least 0, and less than "
+            f"half of the {replay.rows} rows of a ring"
+        )
+    form = states.shape, rule.key_heads, states.itemsize, replay.drafts
+    wanted = replay_shapes(replay.rows, *form)
+    given = tuple(pages.shape for pages in replay.arrays)
     if given != wanted:
         raise ValueError(f"replay has pages of {given}; states of {states.shape} want {wanted}")
 
@@ -143,7 +149,9 @@ def check_requests(inputs: Array, given: RequestStates) -> tuple[Requests, int]:
     return Requests(read_ids, write_ids, spans, computed), most
 
 
-def check_convolution(conv: Convolution | None, inputs: Array, data: Array) -> None:
+def check_convolution(
+    conv: Convolution | None, requests: Requests, inputs: Array, data: Array
+) -> None:
     """Checks a convolution over these inputs, whose pages lie in ``data``."""
     if conv is None:
         return
@@ -157,11 +165,13 @@ def check_convolution(conv: Convolution | None, inputs: Array, data: Array) -> N
             f"convolution.weights has shape {weights.shape}; wants [width, channels], with a "
             f"width of {WIDTHS[0]} to {WIDTHS[-1]}"
         )
-    if weights.shape != (saved + 1, channels):
+    if weights.shape[1] != channels or saved < weights.shape[0] - 1:
         raise ValueError(
             f"convolution.weights has shape {weights.shape}; pages of {conv.pages.shape} want "
-            f"{(saved + 1, channels)}"
+            f"{(saved + 1, channels)}, or a lower width if they take drafts"
         )
+    if conv.takes_drafts:
+        requests.tokens_before()  # or it raises
     if inputs.ndim != 2 or inputs.shape[1] != channels:
         raise ValueError(f"inputs has shape {inputs.shape}; the convolution wants [T, {channels}]")
     floats = {"inputs": inputs, "convolution.weights": weights}

@@ -176,7 +176,7 @@ def causal_conv1d(
     check_type(Convolution, convolution=convolution)
     inputs = as_array("inputs", inputs)
     checked, most = check_requests(inputs, requests)
-    check_convolution(convolution, inputs, convolution.pages.data)
+    check_convolution(convolution, checked, inputs, convolution.pages.data)
     if not inputs.size or not checked.batch:
         return convolution.pages.data, jnp.zeros_like(inputs)
     given = convolution, inputs, checked
@@ -198,7 +198,7 @@ def _run(
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
     requests, most = check_requests(tokens.inputs, given_requests)
-    check_convolution(conv, tokens.inputs, tokens.states.data)
+    check_convolution(conv, requests, tokens.inputs, tokens.states.data)
     if tokens.replay is not None:
         requests.tokens_before()  # or it raises, whatever computes the call
     out = as_dtype("out_dtype", tokens.inputs.dtype if out_dtype is None else out_dtype, DTYPES)

@@ -14,7 +14,7 @@ def cut_at_checkpoints(
     Each part resumes from what the one before has left in the page that takes the last state, which
     is the first one of each part, and gets its last state.
     """
-    length, computed = replay.length, requests.tokens_before()
+    length, computed = replay.rows, requests.tokens_before()
     starts, counts, after = spans.arrays()
     filled = computed % length
     first = jnp.where(filled > 0, jnp.minimum(counts, length - filled), 0)

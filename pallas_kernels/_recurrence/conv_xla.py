@@ -28,10 +28,14 @@ def resume(
     spans = requests.spans or Spans.from_batch_size(requests.batch)
     starts, counts, _ = spans.arrays()
     x = inputs.astype(conv.pages.dtype)
-    before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
+    stored = conv.pages.read(requests.read_ids)  # [B, rows, channels]
+    before = _newest(conv, stored, requests)  # [B, width - 1, channels]
     steps = jnp.arange(saved, dtype=jnp.int32)[None]
     first = x.at[starts[:, None] + steps].get(mode="clip")
-    written = _written(saved, requests, spans, x, before)
+    if conv.takes_drafts:
+        written = _written_by_position(stored.shape[1], requests, spans, x, stored)
+    else:
+        written = _written(saved, requests, spans, x, before)
     # What is written may not depend on what is read, which must come first nevertheless.
     before, written = lax.optimization_barrier((before, written))
     window = jnp.concatenate([before, first], axis=1).astype(jnp.float32)
@@ -46,6 +50,40 @@ def resume(
     for ids, new in written:
         data = conv.pages._replace(data=data).write(ids, new)
     return data, outputs
+
+
+def _newest(conv: Convolution, stored: Array, requests: Requests) -> Array:
+    """Returns the inputs before the call, [B, width - 1, channels], oldest first."""
+    if not conv.takes_drafts:
+        return stored
+    saved, rows = conv.width - 1, stored.shape[1]
+    steps = jnp.arange(saved, dtype=jnp.int32)[None]
+    row = (requests.tokens_before()[:, None] - saved + steps) % rows
+    # Rows of positions before the first token are zeros: drafts do not get there.
+    return jnp.take_along_axis(stored, row[..., None], axis=1)
+
+
+def _written_by_position(
+    rows: int, requests: Requests, spans: Spans, x: Array, stored: Array
+) -> list[tuple[Array, Array]]:
+    """Returns the pages to write, int32[B], and the inputs that each stores, [B, rows, channels].
+
+    Args:
+      rows: of a page.
+      x: [T, channels], the inputs of all tokens.
+      stored: [B, rows, channels], those of the pages that are read.
+    """
+    starts, counts, after = spans.arrays()
+    computed, row = requests.tokens_before(), jnp.arange(rows, dtype=jnp.int32)[None]
+    written: list[tuple[Array, Array]] = []
+    for w in range(requests.write_ids.shape[1]):
+        last = after[:, w, None] - 1
+        index = last - (computed[:, None] + last - row) % rows  # the newest token of each row
+        new = x.at[starts[:, None] + jnp.maximum(index, 0)].get(mode="clip")
+        due = (after[:, w] > 0) & (after[:, w] <= counts)
+        ids = jnp.where(due, requests.write_ids[:, w], -1)
+        written.append((ids, jnp.where((index >= 0)[..., None], new, stored)))
+    return written
 
 
 def _written(

@@ -62,7 +62,7 @@ def run_mosaic(
     parts: list[tuple[Any, tuple[Requests, Spans]]] = [(run, (longer, others))]
     if tokens.replay is not None and by_kernels:  # which know states alone
         first, whole, rest = cut_at_checkpoints(tokens.replay, longer, others)
-        run_few = functools.partial(_run_few, most=max(tokens.replay.length - 1, 2))
+        run_few = functools.partial(_run_few, most=max(tokens.replay.rows - 1, 2))
         parts = [(run_few, first), (run, whole), (run_few, rest)]
     for run_part, part in parts:
         tokens = tokens.after(data, tokens.inputs)

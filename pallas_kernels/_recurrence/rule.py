@@ -12,7 +12,9 @@ from pallas_kernels._recurrence.pages import StatePages
 class Convolution(NamedTuple):
     """A causal depthwise convolution over the inputs of a recurrence, with its own state.
 
-    pages: the last inputs of each request, [width - 1, channels], oldest first.
+    pages: the last inputs of each request, [width - 1, channels], oldest first. Of more rows, row
+      ``p % rows`` has the input of token p, so that drafts can be rejected: as many as there are
+      rows more.
     weights: the newest input's last.
     bias: None: zeros.
     silu: whether SiLU follows.
@@ -27,42 +29,65 @@ class Convolution(NamedTuple):
     def width(self) -> int:
         return self.weights.shape[0]
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Returns whether pages have rows by position."""
+        return self.pages.shape[0] >= self.width
+
 
 def replay_shapes(
-    length: int, states: tuple[int, ...], key_heads: int, itemsize: int
+    rows: int, states: tuple[int, ...], key_heads: int, itemsize: int, drafts: int = 0
 ) -> tuple[tuple[int, int, int], ...]:
     """Returns the shapes of the arrays of `Replay`, for states of [value_heads, V, K]."""
     value_heads, value_size, key_size = states
     # A float32 is the sum of so many numbers of the states' dtype; a load takes 16 of each.
-    terms, columns = 1 if itemsize == 4 else 3, -(-length // 16) * 16
+    terms, columns = 1 if itemsize == 4 else 3, -(-rows // 16) * 16
     return (
-        (key_heads, length, key_size),
-        (value_heads, length, value_size),
-        (value_heads, terms, columns),
+        (key_heads, rows, key_size),
+        (value_heads, rows, value_size),
+        (value_heads, terms + bool(drafts), columns),
     )
 
 
 class Replay(NamedTuple):
     """Inputs since a checkpoint of the state, instead of a state after each token.
 
-    After n tokens of a request, its page has the state after the first ``n // L * L`` of them, the
-    checkpoint, and in ring row ``p % L`` what each later token p has added to the state. The arrays
-    lie in the pages of the states, and have their dtype; rows of other tokens are undefined.
+    After n tokens of a request, its page has the state after the first c of them, the checkpoint,
+    and in ring row ``p % rows`` what each later token p has added to the state. The arrays lie in
+    the pages of the states, and have their dtype; rows of other tokens are undefined.
 
-    keys: [key_heads, L, K], as the state takes them.
-    added: [value_heads, L, V], the vector that the token adds for its key: ``d`` of `Rule`.
+    Without ``drafts``, ``c = n // rows * rows``. With them, a step of up to ``1 + drafts`` tokens
+    adds rows alone, so that the next one may go on after any of these tokens, and overwrites those
+    that were rejected. The state before its tokens, which stay, becomes the checkpoint if there are
+    too few rows for this step and the next: a row that is read is never written. A longer step
+    leaves no rows, but the state after its last token. So c depends on what came before, and the
+    row of token n - 1 tells it.
+
+    keys: [key_heads, rows, K], as the state takes them.
+    added: [value_heads, rows, V], the vector that the token adds for its key: ``d`` of `Rule`.
     log_decay: [value_heads, n, 16 or more], the logarithm of the decay from the checkpoint to the
-      token, as the sum of n numbers: 1 of 4 bytes, or 3 of 2 bytes.
+      token, as the sum of n numbers: 1 of 4 bytes, or 3 of 2 bytes. With drafts, another one
+      follows: how many rows there are since the checkpoint.
+    drafts: most drafts of a step.
     """
 
     keys: StatePages
     added: StatePages
     log_decay: StatePages
+    drafts: int = 0
 
     @property
-    def length(self) -> int:
-        """Returns L."""
+    def arrays(self) -> tuple[StatePages, StatePages, StatePages]:
+        return self.keys, self.added, self.log_decay
+
+    @property
+    def rows(self) -> int:
         return self.keys.shape[1]
+
+    @property
+    def limit(self) -> int:
+        """Returns with how many rows since the checkpoint a step writes the next one."""
+        return self.rows - (2 * self.drafts + 1 if self.drafts else 0)
 
 
 class Rule(NamedTuple):
@@ -178,7 +203,8 @@ class Requests(NamedTuple):
         """Returns how many tokens of each came before; raises ValueError if that is not known."""
         if self.computed is None:
             raise ValueError(
-                "replay needs requests.num_computed_tokens, the tokens before the call"
+                "replay needs requests.num_computed_tokens, the tokens before the call; so do "
+                "inputs of a convolution with drafts"
             )
         return self.computed
 

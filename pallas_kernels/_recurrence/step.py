@@ -51,7 +51,9 @@ def step_mosaic(
     operands = _operands(shape, tokens, requests, conv)
     head = states.start // (width * states.itemsize)
     conv_start = 0 if conv is None else conv.pages.start // states.itemsize
-    rings = tuple(part.start // (width * states.itemsize) for part in tokens.replay or ())
+    rings: tuple[int, ...] = ()
+    if tokens.replay is not None:
+        rings = tuple(part.start // (width * states.itemsize) for part in tokens.replay.arrays)
 
     def kernel(*refs: Ref) -> None:
         if shape.replay and shape.tokens == 1:

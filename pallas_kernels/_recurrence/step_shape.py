@@ -187,7 +187,7 @@ def step_shape(
         page_rows=states.page_step * (states.extent_bytes // (width * size)),
         num_pages=states.num_pages,
         batch=requests.batch,
-        replay=0 if tokens.replay is None else tokens.replay.length,
+        replay=0 if tokens.replay is None else tokens.replay.rows,
         terms=1 if tokens.replay is None else tokens.replay.log_decay.shape[1],
         parts=parts,
     )

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Int32, Shaped
 
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.pages import StatePages
-from pallas_kernels._recurrence.rings import Ring
+from pallas_kernels._recurrence.rings import Ring, count_rows, empty_rings
 from pallas_kernels._recurrence.rule import (
     LEAST_LOG_DECAY,
     NORM_EPSILON,
@@ -54,7 +54,8 @@ def _step(rule: Rule, tokens: Tokens, requests: Requests, out: jnp.dtype) -> tup
     decay = decay[..., None, :] if decay.ndim == 3 else decay[..., None, None]
     checkpoint = tokens.states.read(requests.read_ids).astype(jnp.float32)
     rings = None if tokens.replay is None else _StepRings(tokens.replay, tokens, requests)
-    state = (checkpoint if rings is None else rings.resume(checkpoint)) * decay
+    before = checkpoint if rings is None else rings.resume(checkpoint)
+    state = before * decay
     if rule.delta:
         values = values - jnp.sum(state * keys[:, :, None], axis=-1)
     added = values * tokens.beta[..., None].astype(jnp.float32)
@@ -63,7 +64,16 @@ def _step(rule: Rule, tokens: Tokens, requests: Requests, out: jnp.dtype) -> tup
     write_ids = requests.write_ids[:, 0]
     if rings is None:
         return tokens.states.write(write_ids, state), outputs.astype(out)
-    return rings.write(checkpoint, state, keys[:, :: rule.group], added), outputs.astype(out)
+    states = _StepStates(checkpoint, before, state)
+    return rings.write(states, keys[:, :: rule.group], added), outputs.astype(out)
+
+
+class _StepStates(NamedTuple):
+    """The checkpoints of a step's requests, and the states before and after their tokens."""
+
+    checkpoint: Float32[Array, "requests value_heads value_size key_size"]
+    before: Float32[Array, "requests value_heads value_size key_size"]
+    after: Float32[Array, "requests value_heads value_size key_size"]
 
 
 class _StepRings:
@@ -71,22 +81,29 @@ class _StepRings:
 
     def __init__(self, replay: Replay, tokens: Tokens, requests: Requests) -> None:
         self.replay, self.tokens, self.requests = replay, tokens, requests
-        self.row = requests.tokens_before() % replay.length
-        self.before = Ring.read(replay, tokens.states.data, requests.read_ids)
+        self.computed, data = requests.tokens_before(), tokens.states.data
+        self.filled = count_rows(replay, data, requests.read_ids, self.computed)
+        self.before = Ring.read(replay, data, requests.read_ids)
 
     def resume(self, checkpoint: Array) -> Array:
         """Returns the states before the tokens."""
-        return jax.vmap(Ring.resume)(self.before, checkpoint, self.row)
+        return jax.vmap(Ring.resume)(self.before, checkpoint, self.computed, self.filled)
 
-    def write(self, checkpoint: Array, state: Array, keys: Array, added: Array) -> Array:
+    def write(self, states: _StepStates, keys: Array, added: Array) -> Array:
         """Returns the data of the pages with the tokens, and their checkpoints if they change."""
-        given = self.row, keys, added, self.tokens.log_decay
-        rings = jax.vmap(Ring.append)(self.before, *(array[:, None] for array in given))
-        write_ids, states = self.requests.write_ids[:, 0], self.tokens.states
-        is_last = self.row == self.replay.length - 1
-        state = jnp.where(is_last[:, None, None, None], state, checkpoint)
-        moves = is_last | (self.requests.read_ids != write_ids)
-        data = states.write(jnp.where(moves, write_ids, -1), state)
+        limit, filled = self.replay.limit, self.filled
+        is_due, due = filled == limit - 1, states.after
+        if self.replay.drafts:
+            is_due, due = filled >= limit, states.before
+            filled = jnp.where(is_due, 0, filled)
+        rows = self.computed % self.replay.rows
+        given = keys, added, self.tokens.log_decay
+        rows, *given = (array[:, None] for array in (rows, *given))
+        rings = jax.vmap(Ring.append)(self.before, rows, filled, *given)
+        write_ids, pages = self.requests.write_ids[:, 0], self.tokens.states
+        checkpoint = jnp.where(is_due[:, None, None, None], due, states.checkpoint)
+        moves = is_due | (self.requests.read_ids != write_ids)
+        data = pages.write(jnp.where(moves, write_ids, -1), checkpoint)
         return rings.write(self.replay, data, write_ids)
 
 
@@ -119,7 +136,7 @@ def run_chunks(
     """
     count, rings = tokens.inputs.shape[0], None
     if tokens.replay is not None:
-        rings = _ChunkRings.cut(tokens.replay, requests, spans)
+        rings = _ChunkRings.cut(tokens.replay, tokens.states.data, requests, spans)
         spans = rings.spans
     chunks = cut_chunks(requests, spans, count, CHUNK)
     together = min(TOGETHER, chunks.first.size)
@@ -140,7 +157,8 @@ def run_chunks(
         jnp.zeros((rule.value_heads, rule.value_size, rule.key_size), jnp.float32),
     )
     done = lax.fori_loop(0, -(-chunks.count // together), run_some, carry)
-    return done.data, done.outputs[:count]
+    data = done.data if rings is None else rings.finish(done.data)
+    return data, done.outputs[:count]
 
 
 class _Carry(NamedTuple):
@@ -167,7 +185,7 @@ def _run_chunk(
     mine, chunk = (jax.tree.map(lambda array: array[i], x) for x in (parts, chunks))
     resumed = checkpoint = pages.read(chunk.read_ids).astype(jnp.float32)
     if rings is not None:
-        resumed = rings.resume(data, chunk, checkpoint)
+        resumed, checkpoint = rings.resume(data, chunk, checkpoint)
     state = jnp.where(chunk.is_first, resumed, state)
     added = mine.values - jnp.einsum("hck,hvk->hcv", mine.erased, state)
     given = jnp.einsum("hck,hvk->hcv", mine.queries, state)
@@ -210,6 +228,8 @@ class _ChunkRings(NamedTuple):
 
     spans: of the requests; states are written where checkpoints are reached.
     computed: tokens of the requests before the step.
+    filled: rows of the requests before the step.
+    begins: tokens before the checkpoint of each page.
     ends: position after the last token of each page, or -1 for pages that take nothing.
     write_ids: the pages.
     """
@@ -217,25 +237,38 @@ class _ChunkRings(NamedTuple):
     replay: Replay
     spans: Spans
     computed: Int32[Array, " requests"]
+    filled: Int32[Array, " requests"]
+    begins: Int32[Array, "requests writes"]
     ends: Int32[Array, "requests writes"]
     write_ids: Int32[Array, "requests writes"]
 
     @classmethod
-    def cut(cls, replay: Replay, requests: Requests, spans: Spans) -> Self:
+    def cut(cls, replay: Replay, data: Array, requests: Requests, spans: Spans) -> Self:
         """Returns the rings of a step."""
         starts, counts, after = spans.arrays()
         before = requests.tokens_before()
-        computed = before[:, None]
+        filled = count_rows(replay, data, requests.read_ids, before)
         due = (after > 0) & (after <= counts[:, None])
-        ends = jnp.where(due, computed + after, -1)
-        until = jnp.where(due, ends // replay.length * replay.length - computed, 0)
+        ends = jnp.where(due, before[:, None] + after, -1)
+        if replay.drafts:
+            first = before - jnp.where(filled >= replay.limit, 0, filled)
+            are_few = counts <= 1 + replay.drafts
+            begins = jnp.where(are_few[:, None], first[:, None], ends)
+        else:
+            begins = ends // replay.rows * replay.rows
+        until = jnp.where(due, begins - before[:, None], 0)
         spans = Spans(starts, counts, until)
-        return cls(replay, spans, before, ends, requests.write_ids)
+        return cls(replay, spans, before, filled, begins, ends, requests.write_ids)
 
-    def resume(self, data: Array, chunk: Chunks, checkpoint: Array) -> Array:
-        """Returns the state before the first chunk of a request."""
-        ring = Ring.read(self.replay, data, chunk.read_ids)
-        return ring.resume(checkpoint, self.computed[chunk.request] % self.replay.length)
+    def resume(self, data: Array, chunk: Chunks, checkpoint: Array) -> tuple[Array, Array]:
+        """Returns the state before the first chunk of a request, and the checkpoint to go on from.
+
+        Args:
+          checkpoint: of the page.
+        """
+        ring, filled = Ring.read(self.replay, data, chunk.read_ids), self.filled[chunk.request]
+        state = ring.resume(checkpoint, self.computed[chunk.request], filled)
+        return state, jnp.where(filled >= self.replay.limit, state, checkpoint)
 
     def write(
         self, pages: StatePages, chunk: Chunks, checkpoint: Array, states: Array, given: _Inputs
@@ -243,15 +276,17 @@ class _ChunkRings(NamedTuple):
         """Returns the data of the pages with what they take of a chunk.
 
         Args:
-          checkpoint: that the request resumes from.
+          checkpoint: that the request goes on from.
           states: after the chunk, one for each page.
         """
-        length, computed = self.replay.length, self.computed[chunk.request]
-        ends, write_ids = self.ends[chunk.request], self.write_ids[chunk.request]  # [W]
-        begins = ends // length * length  # of the rings
-        # A checkpoint that the step does not reach is the one that it resumes from.
+        rows, computed = self.replay.rows, self.computed[chunk.request]
+        begins, ends, write_ids = (
+            array[chunk.request] for array in (self.begins, self.ends, self.write_ids)
+        )  # [W]
+        # A checkpoint that the step does not reach is the one that it goes on from.
         copies = chunk.is_first & (ends >= 0) & (begins <= computed)
-        moves = copies & (write_ids != chunk.read_ids)
+        is_new = self.filled[chunk.request] >= self.replay.limit
+        moves = copies & (is_new | (write_ids != chunk.read_ids))
         states = jnp.where(copies[:, None, None, None], checkpoint, states)
         data = pages.write(jnp.where(moves, write_ids, chunk.write_ids), states)
         first = computed + chunk.first - self.spans.starts[chunk.request]
@@ -260,9 +295,18 @@ class _ChunkRings(NamedTuple):
         takes = (position >= begins[:, None]) & (position < ends[:, None])
         takes &= offset < chunk.end - chunk.first
         before = Ring.read(self.replay, data, jnp.where(copies, chunk.read_ids, write_ids))
-        rows = jnp.where(takes, position % length, length)
-        rings = jax.vmap(lambda ring, rows: ring.append(rows, *given))(before, rows)
+        at = jnp.where(takes, position % rows, rows)
+        rings = jax.vmap(lambda ring, *filled: ring.append(*filled, *given))(
+            before, at, first - begins
+        )
         return rings.write(self.replay, data, jnp.where(takes.any(axis=1), write_ids, -1))
+
+    def finish(self, data: Array) -> Array:
+        """Returns the data of the pages with rings without rows, where drafts left none."""
+        if not self.replay.drafts:
+            return data
+        is_empty = (self.ends >= 0) & (self.begins == self.ends)
+        return empty_rings(self.replay, data, jnp.where(is_empty, self.write_ids, -1).reshape(-1))
 
 
 def _parts(rule: Rule, tokens: Tokens, chunks: Chunks) -> tuple[_Parts, Array]:

@@ -948,7 +948,12 @@ def refused_convolutions() -> Iterator[tuple[str, Any, type, str]]:
         (Convolution(WINDOWS, TAPS, INTS(256)), TypeError, "convolution.bias must be one"),
         (Convolution(WINDOWS._replace(num_pages=10), TAPS), ValueError, within),
         (Convolution(wide, jnp.ones((5, 256))), ValueError, "with a width of 2 to 4"),
-        (Convolution(WINDOWS, jnp.ones((3, 256))), ValueError, r"want \(4, 256\)"),
+        (
+            Convolution(WINDOWS, jnp.ones((3, 256))),
+            ValueError,
+            "needs requests.num_computed_tokens",
+        ),
+        (Convolution(half, TAPS), ValueError, r"want \(4, 128\)"),
         (Convolution(WINDOWS, TAPS, jnp.ones((1, 256))), ValueError, "convolution.bias has shape"),
         (Convolution(half, jnp.ones((4, 128))), ValueError, r"convolution wants \[T, 128\]"),
         (Convolution(lone, TAPS), ValueError, "must be the very array"),
@@ -960,6 +965,7 @@ RINGS = Replay(*(STATES._replace(shape=one) for one in replay_shapes(4, STATES.s
 REFUSED_RINGS = [
     ("replay", 5, TypeError, "replay must be of type Replay, got int"),
     ("replay", RINGS, ValueError, "replay needs requests.num_computed_tokens"),
+    ("replay", RINGS._replace(drafts=2), ValueError, "replay.drafts=2 must be .* half of the 4"),
     ("replay", RINGS._replace(keys=RINGS.added), ValueError, r"replay has .* want \(\(1, 4, 64\)"),
     ("replay", RINGS._replace(keys=WINDOWS), ValueError, "replay.keys.shape=.* must have 3 sizes"),
     (

@@ -138,7 +138,15 @@ def random_layer(draw: random.Random, kind: str) -> tuple[Layer, jaxkv.specs.Lay
 
 def with_drafts(spec: Any, count: int) -> Any:
     if count and isinstance(spec, jaxkv.StateSpec):
-        return dataclasses.replace(spec, cache_mode="none", speculative_blocks=count, replay=0)
+        spec = dataclasses.replace(spec, cache_mode="none")
+        if not spec.replay:
+            return dataclasses.replace(spec, speculative_blocks=count)
+        shapes = spec.shapes
+        if len(shapes) == 2:  # the convolution's inputs of drafts
+            (kept, channels), states = shapes
+            shapes = (kept + count, channels), states
+        rows = spec.replay + 2 * count + 1
+        return dataclasses.replace(spec, shapes=shapes, replay=rows, speculative_tokens=count)
     if count and isinstance(spec, jaxkv.RingSpec):
         return dataclasses.replace(spec, block_size=spec.block_size + count)
     return spec

@@ -484,8 +484,8 @@ class BlockManager(Unique):
 
         The requests keep their blocks, and their next step overwrites the rejected tokens. A
         recurrent state cannot be undone, so a layer with states needs a block for each draft
-        (``speculative_blocks``); its next step then goes on from the state after the tokens that
-        stay, which the upload names.
+        (``speculative_blocks``), or a ring that takes them (``replay`` and ``speculative_tokens``);
+        its next step then goes on from the state after the tokens that stay.
 
         Tokens of a prompt that are not computed yet can be taken back, too: other tokens may follow
         then.

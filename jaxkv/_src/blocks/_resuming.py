@@ -103,7 +103,7 @@ def check_rewind(
             f"num_tokens={num_tokens[bad]}: request {names[bad]!r} no longer holds a block of "
             f"group {group} that its next token reads: it left the window, or holds newer tokens "
             "or a newer state (the states of "
-            f"speculative_blocks={state.growth.growths[group].speculative_blocks} "
+            f"{state.growth.growths[group].max_drafts} "
             "drafts are kept); finish the request and compute it again"
         )
 
@@ -136,11 +136,11 @@ def _lost_states(
 ) -> np.ndarray:
     """Returns whether no block holds the state after ``num_tokens`` tokens, bool[N].
 
-    Blocks hold the newest state, those after each token of a last step that verified drafts, and
-    those that are kept at the ends of blocks.
+    Blocks hold the newest state, those after each token of a last step that verified drafts, by
+    themselves or in a ring, and those that are kept at the ends of blocks.
     """
     growth, starts = state.growth.growths[group], state.step_start[rows]
-    drafted = state.max_computed[rows] - starts <= 1 + growth.speculative_blocks
+    drafted = state.max_computed[rows] - starts <= 1 + growth.max_drafts
     drafted &= num_tokens > starts  # the step wrote over the state that it began with
     drafted |= num_tokens == state.computed[rows]
     if growth.cache_mode == "none":

@@ -195,11 +195,12 @@ def check_drafts(
         if growth.stores == "ring":
             is_short = growth.block_size < growth.group_size + count
         elif growth.stores == "state":
-            is_short = growth.cache_mode != "none" or growth.speculative_blocks < count
+            is_short = growth.cache_mode != "none" or growth.max_drafts < count
         if is_short:
             raise ValueError(
                 f"layer {group.layers[0]!r} cannot be set back by {count} rejected drafts; "
-                f'plan states with cache_mode="none" and speculative_blocks={count} '
+                f'plan states with cache_mode="none" and speculative_blocks={count}, or '
+                f"speculative_tokens={count} with replay "
                 f"(layers_from_config(speculative_tokens={count})), and rings with block_size of "
                 f"group_size + {count}"
             )

@@ -118,7 +118,8 @@ class Engine(Unique):
             which decode, have drafts; the host waits for each before it prepares the next. Where
             that costs more than the tokens save, drafts are tried so rarely that it costs 1 % of
             the steps at most. Requests with logits processors get none.
-            Drafts need ``head``, and states that can be set back (``speculative_blocks``).
+            Drafts need ``head``, and states that can be set back (``speculative_blocks``, or
+            ``speculative_tokens`` with ``replay``).
           chunk_tokens: as for `Scheduler`.
           forks: samples of one prompt that may start in one step; None: up to 32.
           shared_prefixes: groups of samples or prompts that read the blocks that they begin with

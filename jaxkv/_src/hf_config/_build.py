@@ -131,11 +131,12 @@ def state(
     block_size: int = ATTENTION_BLOCK,
 ) -> StateSpec:
     """Returns the spec of a state of these arrays; planning fits its block to attention's."""
+    drafts = "speculative_tokens" if options.replay else "speculative_blocks"
     return StateSpec(
         block_size=options.block_size or block_size,
         shapes=shapes,
         dtypes=dtypes,
         cache_mode=options.state_cache_mode,
-        speculative_blocks=options.speculative_tokens,
         replay=options.replay,
+        **{drafts: options.speculative_tokens},
     )

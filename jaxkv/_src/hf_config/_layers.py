@@ -44,8 +44,8 @@ def layers_from_config(
         `plan_cache` takes a multiple of it where a block must hold a recurrent state.
       tensor_parallel: ranks among which KV heads and states are divided.
       state_cache_mode: ``cache_mode`` of a `StateSpec`; other layers ignore it.
-      speculative_tokens: draft tokens per step; for each, a recurrent state keeps a
-        block; other layers ignore it.
+      speculative_tokens: draft tokens per step; for each, a recurrent state keeps a block, or two
+        rows of its ring with ``replay``; other layers ignore it.
       replay: tokens of a ring beside recurrent states, as for `StateSpec`; other layers ignore it.
 
     Raises:

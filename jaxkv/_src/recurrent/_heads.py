@@ -62,12 +62,13 @@ def check_convolution(
     """Raises ValueError unless a layer stores the inputs of this convolution."""
     check_array(conv_weights=weights)
     stored = spec.shapes[0][0]
-    # Others store the inputs of drafts in one window; here, the state after each has a window.
-    widths = {stored + 1, stored + 1 - spec.speculative_blocks}
+    wanted = stored + 1 - spec.speculative_tokens
+    # Others store the inputs of drafts in one window; here, the state in each block has a window.
+    widths = {wanted, wanted - spec.speculative_blocks}
     if weights.ndim != 2 or weights.shape[0] not in widths or weights.shape[1] != channels:
         raise ValueError(
             f"conv_weights has shape {weights.shape}; layer {layer!r} stores the last {stored} "
-            f"inputs of {channels} channels, and wants {(stored + 1, channels)}"
+            f"inputs of {channels} channels, and wants {(wanted, channels)}"
         )
     if bias is None:
         return

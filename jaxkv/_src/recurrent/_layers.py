@@ -61,8 +61,9 @@ def gated_delta(
     too. With ``speculative_blocks``, so is the state after each token of a step that may verify
     drafts, and the next step resumes after the tokens that `BlockManager.rewind` has left. With
     ``replay``, a step writes what its token adds to the state into a ring, and the state itself
-    every L-th time; a decay for each key channel is refused then. The kernel of Hopper and later
-    takes keys of 128 channels, values of 64 or 128, and rings of 8 or 16 tokens; XLA computes
+    every L-th time; a decay for each key channel is refused then. The next step may resume after
+    any token of one of up to ``1 + speculative_tokens``. The kernel of Hopper and later takes keys
+    of 128 channels, values of 64 or 128, and rings of 8 or 16 tokens without drafts; XLA computes
     others, and takes longer than without ``replay``.
 
     Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, and each
@@ -333,14 +334,17 @@ def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
     pages = state_pages(bound)
     conv: Any = None
     if given.conv_weights is not None:
-        inputs = pages[0]._replace(shape=(len(given.conv_weights) - 1, pages[0].shape[1]))
+        kept = len(given.conv_weights) - 1 + bound.form.spec.speculative_tokens
+        inputs = pages[0]._replace(shape=(kept, pages[0].shape[1]))
         conv = Convolution(inputs, given.conv_weights, given.conv_bias, how.silu)
     if given.log_decay is None or given.beta is None:
         data, out = causal_conv1d(given.inputs, conv, requests, **options)
         return data.reshape(bound.buffer.shape), out
     spec = bound.form.spec
     states = len(spec.shapes) - 1  # rings follow
-    replay = Replay(*pages[states + 1 :]) if spec.replay else None
+    replay = None
+    if spec.replay:
+        replay = Replay(*pages[states + 1 :], drafts=spec.speculative_tokens)
     arguments = given.inputs, given.log_decay, given.beta, pages[states], requests
     options |= {"convolution": conv, "replay": replay, "scale": how.scale}
     if how.kind == "delta":

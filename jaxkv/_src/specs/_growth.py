@@ -88,7 +88,7 @@ class Growth(_Columns):
     kind: "full" (latent vectors included), "sliding", "chunked", "ring", "state" or "cross".
     block_size: tokens per block.
     window, chunk: tokens, for "sliding" and "chunked"; `INT32_MAX` for the other kinds.
-    cache_mode, speculative_blocks: as for `StateSpec`.
+    cache_mode, speculative_blocks, speculative_tokens: as for `StateSpec`.
     sink_tokens: as for `FullAttentionSpec`; all requests share the blocks of sinks.
     group_size: as for `RingSpec`.
     """
@@ -99,6 +99,7 @@ class Growth(_Columns):
     chunk: int = INT32_MAX
     cache_mode: CacheMode = "none"
     speculative_blocks: int = 0
+    speculative_tokens: int = 0
     sink_tokens: int = 0
     group_size: int = 1
 
@@ -118,6 +119,11 @@ class Growth(_Columns):
     def has_drafts(self) -> bool:
         """Whether a request holds blocks for the states of drafts."""
         return self.speculative_blocks > 0
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a step that a recurrent state can be set back by."""
+        return self.speculative_blocks + self.speculative_tokens
 
     @property
     def block_tokens(self) -> int:

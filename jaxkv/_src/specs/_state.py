@@ -57,6 +57,11 @@ class StateSpec(LayerSpec):
       states in float32, and for ones of 16 bits of a few hundred requests; 8 is best on an H200.
       The layer has one decay for each head, and no ``speculative_blocks``; read and write its
       states by `jaxkv.gated_delta`, `jaxkv.mamba2` or `jaxkv.linear_attention` alone.
+    speculative_tokens: most drafts of a step, with ``replay``, whose ring takes them: a request
+      holds one state whatever is verified, and rejected drafts are overwritten. A step writes the
+      checkpoint if the ring might be full after the next one, so that of ``replay`` tokens two
+      for each draft, and two more, are the least. The first of ``shapes`` has as many inputs more
+      (``speculative_tokens`` of the functions that return shapes), and ``cache_mode`` is "none".
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -64,6 +69,7 @@ class StateSpec(LayerSpec):
     cache_mode: CacheMode = "none"
     speculative_blocks: int = 0
     replay: int = 0
+    speculative_tokens: int = 0
     kind: ClassVar[str] = "state"
 
     def __post_init__(self) -> None:
@@ -86,8 +92,11 @@ class StateSpec(LayerSpec):
             check_positive(**{f"shapes[{i}]": size for i, size in enumerate(shape)})
         check_choice(get_args(CacheMode), cache_mode=self.cache_mode)
         check_count(speculative_blocks=self.speculative_blocks, replay=self.replay)
+        check_count(speculative_tokens=self.speculative_tokens)
         if self.replay:
             self._check_replay()
+        if self.speculative_tokens:
+            self._check_drafts()
         super().__post_init__()
 
     def _check_replay(self) -> None:
@@ -100,13 +109,27 @@ class StateSpec(LayerSpec):
             )
         if self.speculative_blocks:
             raise ValueError(
-                f"replay={self.replay} and speculative_blocks={self.speculative_blocks}: states of "
-                "drafts are not replayed; pass one of them as 0"
+                f"replay={self.replay} and speculative_blocks={self.speculative_blocks}: with "
+                f"replay, drafts need no blocks; pass speculative_tokens={self.speculative_blocks}"
             )
         if self.cache_mode == "all" and self.block_size % self.replay:
             raise ValueError(
                 f"replay={self.replay} does not divide block_size={self.block_size}, and "
                 'cache_mode="all" keeps a checkpoint at the end of each block; pass a divisor'
+            )
+
+    def _check_drafts(self) -> None:
+        given = f"speculative_tokens={self.speculative_tokens}"
+        if not self.replay:
+            raise ValueError(f"{given} needs replay; pass speculative_blocks without it")
+        if self.replay < (least := 2 * self.speculative_tokens + 2):
+            raise ValueError(f"{given} needs replay={least} or more, got {self.replay}")
+        if self.cache_mode != "none":
+            raise ValueError(f'{given} needs cache_mode="none", got {self.cache_mode!r}')
+        if len(self.shapes) == 2 and self.shapes[0][0] <= self.speculative_tokens:
+            raise ValueError(
+                f"{given}: shapes[0]={self.shapes[0]} must have as many inputs of a "
+                "convolution more; pass speculative_tokens to the function of the shapes, too"
             )
 
     @property
@@ -130,7 +153,8 @@ class StateSpec(LayerSpec):
         (heads, value_size, key_size), dtype = arrays[-1]
         terms, columns = 1 if DTYPE_BYTES[dtype] == 4 else 3, -(-self.replay // 16) * 16
         keys = self._key_heads, self.replay, key_size
-        added, log_decay = (heads, self.replay, value_size), (heads, terms, columns)
+        added = heads, self.replay, value_size
+        log_decay = heads, terms + bool(self.speculative_tokens), columns
         return (*arrays, *((shape, dtype) for shape in (keys, added, log_decay)))
 
     @property
@@ -149,11 +173,12 @@ class StateSpec(LayerSpec):
             block_size=self.block_size,
             cache_mode=self.cache_mode,
             speculative_blocks=self.speculative_blocks,
+            speculative_tokens=self.speculative_tokens,
         )
 
     @property
     def interpretation(self) -> Hashable:
-        return ("state", self.shapes, self.dtypes, self.replay)
+        return ("state", self.shapes, self.dtypes, self.replay, self.speculative_tokens)
 
 
 def divide(name: str, size: int, ranks: int) -> int:
