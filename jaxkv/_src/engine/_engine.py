@@ -153,18 +153,17 @@ class Engine(Unique):
         self.manager = BlockManager(
             plan, max_requests=max_requests, host_memory=host_memory, events=events
         )
-        check_positive(decode_steps=decode_steps)
-        check_at_most(plan.max_model_len, decode_steps=decode_steps)
-        check_count(seed=seed, shared_prefixes=shared_prefixes or 0)
-        if reproducible:
-            check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
+        check_count(seed=seed)
         check_choice(get_args(LogprobsMode), logprobs_mode=logprobs_mode)
+        check_distinct(logits_processors)
+        _check_steps(plan, decode_steps, shared_prefixes, reproducible)
         if drafts is not None:
             several = decode_steps if decode_steps > 1 else None
             others = {"reproducible": reproducible, "decode_steps": several}
             sizes = {"max_tokens": max_tokens, "has_head": head is not None}
             check_drafts(drafts, plan, others=others, **sizes)
-        num_rows = max_requests if logits_processors else 0
+        self._processors = tuple(logits_processors)
+        num_rows = max_requests if self._processors else 0
         self._stats, self._samples = Stats(), Samples(plan.max_model_len, seed, num_rows)
         lookahead = LOOKAHEAD_CALLS * decode_steps
         self._scheduler = Scheduler(
@@ -176,14 +175,13 @@ class Engine(Unique):
             lookahead_steps=lookahead,
         )
         pays = default_implementation("decode", "prefill") == "mosaic_gpu"
+        groups = count_prefix_groups(plan, shared_prefixes, reproducible=reproducible, pays=pays)
         self._buckets = ShapeBuckets(
             plan,
             self._scheduler,
             max_requests,
             max_tokens,
-            prefix_groups=count_prefix_groups(
-                plan, shared_prefixes, reproducible=reproducible, pays=pays
-            ),
+            prefix_groups=groups,
             reproducible=reproducible,
             has_targets=head is not None,
             drafts=0 if drafts is None else drafts.max_tokens,
@@ -192,21 +190,9 @@ class Engine(Unique):
         most_drafted = max(self._buckets.drafted, default=0)
         # Of idle steps, and of those not collected yet.
         num_sampled = max(lookahead + 2, cdiv(most_drafted, max_requests)) * max_requests
-        check_distinct(logits_processors)
-        self._processors = tuple(logits_processors)
-        processing = functools.partial(
-            Processing,
-            self._processors,
-            num_rows=num_rows,
-            max_model_len=plan.max_model_len,
-            logprobs_mode=logprobs_mode,
-        )
-        self._device = Device(Model(forward, head), params, cache, num_sampled, processing)
-        if reproducible:
-            self._device.options = StepOptions(Kind.LIMITED)  # one compiled step for all samplings
-        self._device.trace((self._buckets.to_trace.idle(),))
-        self._samples.model = ModelFacts(
-            self._device.vocab_size, head is not None, self._device.has_side, reproducible
+        model = Model(forward, head)
+        self._device = self._make_device(
+            model, params, cache, num_sampled, reproducible, logprobs_mode
         )
         parts = self._scheduler, self._samples, self._stats, self._device.ring(decode_steps)
         self._packer = Packer(self.manager, self._buckets, *parts, num_sampled)
@@ -216,6 +202,31 @@ class Engine(Unique):
         self._family = itertools.count()
         self._device.take_over()
         self._log_shapes(pays, host_memory)
+
+    def _make_device(
+        self,
+        model: Model,
+        params: PyTree,
+        cache: KVCache,
+        num_sampled: int,
+        reproducible: bool,
+        logprobs_mode: LogprobsMode,
+    ) -> Device:
+        """Creates the device, traces the model, and tells the samples what it returns."""
+        processing = functools.partial(
+            Processing,
+            self._processors,
+            num_rows=self.manager.max_requests if self._processors else 0,
+            max_model_len=self.manager.plan.max_model_len,
+            logprobs_mode=logprobs_mode,
+        )
+        device = Device(model, params, cache, num_sampled, processing)
+        if reproducible:
+            device.options = StepOptions(Kind.LIMITED)  # one compiled step for all samplings
+        device.trace((self._buckets.to_trace.idle(),))
+        has_head = model.head is not None
+        self._samples.model = ModelFacts(device.vocab_size, has_head, device.has_side, reproducible)
+        return device
 
     def __repr__(self) -> str:
         return f"Engine({self._scheduler!r}, {len(self._buckets.shapes)} shapes)"
@@ -513,3 +524,14 @@ def _check_model(forward: Forward, head: Head | None, plan: Plan) -> None:
             "a loop of your own, with BlockManager.start(encoder_tokens=), or a Scheduler and "
             "its add(encoder_tokens=)"
         )
+
+
+def _check_steps(
+    plan: Plan, decode_steps: int, shared_prefixes: int | None, reproducible: bool
+) -> None:
+    """Raises ValueError for steps of an engine that contradict each other."""
+    check_positive(decode_steps=decode_steps)
+    check_at_most(plan.max_model_len, decode_steps=decode_steps)
+    check_count(shared_prefixes=shared_prefixes or 0)
+    if reproducible:
+        check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
