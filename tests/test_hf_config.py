@@ -1,5 +1,6 @@
 """Layers from a config.json: published models planned as vLLM plans them, and refusals by name."""
 
+import collections
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxkv._src.hf_config import (
+    count_weights,
     encoder_len,
     layers_from_config,
     load_config,
@@ -852,6 +854,84 @@ def test_a_path_that_exists_goes_before_a_preset(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"model_type": "of mine"}))
     assert load_config(kind(name)) == {"model_type": "of mine"}
+
+
+# What Mistral publishes as params.json; parameters by hand, without norms.
+OF_MISTRAL: dict[str, Any] = {
+    **{"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32},
+    **{"n_kv_heads": 8, "norm_eps": 1e-5, "vocab_size": 32768, "rope_theta": 1e6},
+}
+TABLES, ATTENTION = 2 * 32768 * 4096, 32 * 4096 * 128 * (2 * 32 + 2 * 8)
+LARGE_3 = {
+    **{"dim": 7168, "head_dim": 192, "hidden_dim": 16384, "n_layers": 61, "vocab_size": 131072},
+    **{"n_heads": 128, "n_kv_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_seq_len": 262144},
+    "moe": {"expert_hidden_dim": 4096, "first_k_dense_replace": 3, "num_experts": 128}
+    | {"num_experts_per_tok": 4, "num_shared_experts": 1, "route_every_n": 1},
+    "yarn": {"factor": 36, "original_max_position_embeddings": 8192, "apply_scale": False},
+    **{"max_position_embeddings": 294912, "llama_4_scaling": {"beta": 0.1}},
+}
+LATENT = 7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+EXPERTS = 58 * 7168 * (128 + 3 * 129 * 4096)
+PARAMS_FILES: dict[str, tuple[dict[str, Any], dict[tuple[str, int], int], int]] = {
+    "dense": ({}, {("full", 4096): 32}, TABLES + ATTENTION + 32 * 3 * 4096 * 14336),
+    "experts": (
+        {"moe": {"num_experts": 8, "num_experts_per_tok": 2}, "tied_embeddings": True},
+        {("full", 4096): 32},
+        TABLES // 2 + ATTENTION + 32 * 8 * (3 * 4096 * 14336 + 4096),
+    ),
+    "windows": (
+        {"sliding_window": [None, 512, 512, 512], "max_seq_len": 9},
+        {("full", 4096): 8, ("sliding", 4096): 24},
+        TABLES + ATTENTION + 32 * 3 * 4096 * 14336,
+    ),
+    "latent": (
+        LARGE_3,
+        {("mla", 1152): 61},
+        2 * 131072 * 7168 + 61 * LATENT + 3 * 3 * 7168 * 16384 + EXPERTS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS_FILES)
+def test_a_params_json_of_mistral_is_read_by_the_names_of_transformers(name: str, tmp_path) -> None:
+    changes, kinds, parameters = PARAMS_FILES[name]
+    (tmp_path / "params.json").write_text(json.dumps(OF_MISTRAL | changes))
+    config = load_config(tmp_path)
+    layers = own_caches(config, kv_dtype="bf16").values()
+    found = collections.Counter((s.kind, s.data_bytes // s.block_size) for s in layers)
+    assert found == kinds
+    assert count_weights(config).parameters == parameters
+    if "max_seq_len" in changes:
+        assert model_len(config) == changes.get("max_position_embeddings", 9)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # goes first
+    assert load_config(tmp_path) == {"model_type": "llama"}
+
+
+def test_the_towers_of_a_params_json_are_those_of_its_wrapper(tmp_path) -> None:
+    def read(**changes: Any) -> dict[str, Any]:
+        (tmp_path / "params.json").write_text(json.dumps(OF_MISTRAL | changes))
+        return load_config(tmp_path / "params.json")
+
+    vision = {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 14, "intermediate_size": 256}
+    alone = count_weights(read()).parameters
+    tower = 2 * (4 * 64**2 + 3 * 64 * 256) + 64 * 3 * 14**2 + 4096 * (64 + 4096)
+    given = [read(vision_encoder=vision), read(multimodal={"vision_encoder_args": vision})]
+    assert [count_weights(config).parameters for config in given] == [alone + tower] * 2
+    for causal, message in ((True, "encoder keeps a cache of its own"), (False, None)):
+        config = read(multimodal={"whisper_model_args": {"encoder_args": {"causal": causal}}})
+        if message is None:
+            assert len(layers_from_config(config, kv_dtype="bf16")) == 32
+            continue
+        with pytest.raises(ValueError, match=message):
+            layers_from_config(config, kv_dtype="bf16")
+    with pytest.raises(ValueError, match=r"params.json; load_config\(path\) reads it"):
+        layers_from_config(OF_MISTRAL)
+    for wrong in ({"sliding_window": [4, 8]}, {"quantization": {"qformat_weight": "int3"}}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* of a params.json"):
+            read(**wrong)
+    quantized = read(quantization={"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"})
+    assert count_weights(quantized).stored.startswith("fp8")
 
 
 @pytest.mark.parametrize("before", ["/models/", "./", "../", "~/", "models/qwen/", "/"])

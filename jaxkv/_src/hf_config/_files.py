@@ -4,6 +4,7 @@ import difflib
 import pathlib
 import re
 
+from jaxkv._src.hf_config._params_json import from_mistral, is_mistral
 from jaxkv._src.internal.files import read_json
 from jaxkv._src.internal.text import shown
 
@@ -23,7 +24,8 @@ def load_config(config: str | pathlib.PurePath) -> dict[str, object]:
     Args:
       config: a preset, whatever its case and with or without its organization, such as
         ``"qwen3-8b"`` or ``"Qwen/Qwen3-8B"``; or the path of a ``config.json`` or of the directory
-        that holds one. A path that exists goes before a preset.
+        that holds one. A path that exists goes before a preset. Mistral's ``params.json`` is read,
+        too, by the names of Transformers.
 
     Raises:
       TypeError: a name that is neither text nor a path.
@@ -42,7 +44,8 @@ def load_config(config: str | pathlib.PurePath) -> dict[str, object]:
         if not path.exists() and NAMED.fullmatch(name):
             path = PRESETS / f"{key}.json"
         if path.is_dir():
-            path, where = path / "config.json", "config.json: "
+            names = [n for n in ("config.json", "params.json") if (path / n).exists()]
+            path, where = path / (names or ["config.json"])[0], "config.json: "
         found = read_json(path)
     except (OSError, ValueError) as error:  # an OSError: a name that no path can have
         raise ValueError(
@@ -52,7 +55,7 @@ def load_config(config: str | pathlib.PurePath) -> dict[str, object]:
         ) from error
     if not isinstance(found, dict):
         raise ValueError(f"config={shown(name)} holds a {type(found).__name__}, not an object")
-    return found
+    return from_mistral(found) if is_mistral(found) else found
 
 
 def _alike(name: str, key: str, missing: bool) -> str:

@@ -8,6 +8,7 @@ from typing import get_args
 from jaxkv._src.hf_config._build import Layers, Options
 from jaxkv._src.hf_config._families import FAMILIES, open_config
 from jaxkv._src.hf_config._fields import Config, check_config, inner_config
+from jaxkv._src.hf_config._params_json import is_mistral
 from jaxkv._src.hf_config._reader import ConfigReader
 from jaxkv._src.hf_config._refused import REFUSED
 from jaxkv._src.hf_config._wrappers import WRAPPERS
@@ -118,6 +119,10 @@ def _other_file(config: Config) -> str | None:
     if "peft_type" in config:
         base = config.get("base_model_name_or_path")
         return f"it is an adapter; pass the config.json of its base model, {base}"
+    if is_mistral(config):
+        return (
+            "it is Mistral's params.json; load_config(path) reads it by the names of Transformers"
+        )
     if {"dim", "n_layers"} <= {*config}:
         return (
             "it is a params.json, in a form of the model's makers; pass the config.json of "
