@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import jaxkv
 from jaxkv.layout import ORDERS
 from tests.traffic.oracle import MODULUS as M
-from tests.traffic.oracle import OFFSET, ROWS, SMALL, VOCAB, WIDTH, Layer, make_weights
+from tests.traffic.oracle import OFFSET, ROWS, SMALL, VOCAB, WIDTH, Layer, factors, make_weights
 
 SECOND, OTHERS = -0.5, -1e4  # logits of the second token, and of those that are never sampled
 RECURRENT = ("linear", "delta", "mamba", "conv")
@@ -21,6 +22,8 @@ OWNERS = ("full", "sliding", "mla", "pooled")
 KINDS = tuple(kind for kind in ROWS if kind != "shared")
 # Scores are integers: a step of the distance to a class outweighs the newest position.
 OF_CLASS, OF_PLACE = 2.0**10, 16.0  # of 64 places
+DIGITS = 8  # where tokens have scales, numbers are stored by their digits, which 4 bits hold
+BY_HEADS = {"int8_per_token_head": 127, "fp8_per_token_head": 448, "int4_per_token_head": 7}
 Layers = tuple[tuple[str, Layer], ...]
 
 
@@ -133,7 +136,14 @@ def random_layer(draw: random.Random, kind: str) -> tuple[Layer, jaxkv.specs.Lay
     }[kind]
     heads, width = draw.choice([1, 2]), draw.choice([3, 4, 8])
     size |= {"num_kv_heads": heads, "head_size": width, "head_size_v": WIDTH}
-    return Layer(kind, heads=heads, width=width, span=span), spec(**size, **limits)
+    largest = 0
+    if width == 8:
+        dtypes = random.Random(f"{kind} {size} {span}")
+        if dtype := dtypes.choice([None, *BY_HEADS]):
+            largest = BY_HEADS[dtype]
+            size |= {"dtype": dtype, "head_size_v": 2 * WIDTH + 2}
+    layer = Layer(kind, heads=heads, width=width, span=span, largest=largest)
+    return layer, spec(**size, **limits)
 
 
 def with_drafts(spec: Any, count: int) -> Any:
@@ -279,9 +289,11 @@ def attention(
     at = WIDTH if is_latent else 0  # of the class and the place in a key
     asked = floats(times(x, matrices[2]) % M)[:, :heads]
     ask = [2 * OF_CLASS * asked, jnp.full_like(asked, -OF_CLASS), jnp.full_like(asked, OF_PLACE)]
+    if owner.largest:
+        ask = [part * DIGITS**i for part, n in zip(ask, PARTS, strict=True) for i in range(n)]
     # The first query of each KV head sees all alike, the second one finds one token.
     queries = jnp.zeros((len(x), heads, 2, width), jnp.float32)
-    queries = queries.at[:, :, 1, at : at + 3].set(jnp.stack(ask, axis=-1))
+    queries = queries.at[:, :, 1, at : at + len(ask)].set(jnp.stack(ask, axis=-1))
     queries = queries.reshape(len(x), 2 * heads, width)
     if layer.kind == "shared":
         out = step.attend(name, queries, scale=1.0)
@@ -289,18 +301,35 @@ def attention(
         classes = floats(times(x, matrices[1]) % M)[:, :heads]
         keys = jnp.zeros((len(x), heads, width), jnp.float32)
         place = jnp.broadcast_to(floats(places, 1), classes.shape)
-        content = jnp.stack([classes, classes**2, place], axis=-1)
-        keys = keys.at[:, :, at : at + 3].set(content)
+        content = [classes, classes**2, place]
+        if layer.largest:
+            content = digits(content, PARTS)
+            content.append(jnp.full_like(place, layer.largest))
+        keys = keys.at[:, :, at : at + len(content)].set(jnp.stack(content, axis=-1))
         scale = jnp.arange(1, heads + 1, dtype=jnp.int32)[None, :, None]
         values = floats(times(x, matrices[0])[:, None] * scale % M, heads, WIDTH)
         if is_latent:
             rows = keys.at[:, :, :WIDTH].set(values)[:, 0]
             out = step.attend(name, queries, rows, scale=1.0)
         else:
+            if layer.largest:
+                parts = [*digits([values], [2]), jnp.full((*values.shape[:2], 2), layer.largest)]
+                values = jnp.concatenate(parts, axis=-1) * factors(places)[:, None, None]
             out = step.attend(name, queries, keys, values, scale=1.0)
-    out = out.reshape(len(x), heads, 2, WIDTH)
+    out = out.reshape(len(x), heads, 2, -1)
+    if owner.largest:
+        out = out[..., :WIDTH] + DIGITS * out[..., WIDTH : 2 * WIDTH]
     odd = 2 * jnp.arange(heads, dtype=jnp.float32)[None, :, None] + 1
     return (odd * out[:, :, 0] * floats(count, 1, 1) + (odd + 2) * out[:, :, 1]).sum(axis=1)
+
+
+PARTS = 2, 3, 2  # digits of a class, of its square, and of a place
+
+
+def digits(numbers: list[jax.Array], counts: Sequence[int]) -> list[jax.Array]:
+    """Returns the digits of each number, the lowest first."""
+    pairs = zip(numbers, counts, strict=True)
+    return [part // DIGITS**i % DIGITS for part, count in pairs for i in range(count)]
 
 
 def pool_group(

@@ -28,6 +28,8 @@ class Layer:
     span: tokens of its window, of its chunk, or of a group that it pools.
     taps: width of its convolution.
     owner: of the keys and values, or the pooled rows, of a "shared" layer.
+    largest: number that is stored where tokens have a scale for each head, which then differ: of
+      three values in turn one is as it is, one twice and one four times as large. 0: without.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Layer:
     span: int = 0
     taps: int = 2
     owner: str = ""
+    largest: int = 0
 
 
 @functools.lru_cache(256)
@@ -95,7 +98,14 @@ def _stored(layer: Layer, x: Numbers, matrices: Numbers) -> tuple[Numbers, Numbe
     """Returns the value of each token and head, [T, heads, WIDTH], and its class, [T, heads]."""
     heads = np.arange(1, layer.heads + 1)
     values = (x @ matrices[0])[:, None] * heads[:, None] % MODULUS
+    if layer.largest:
+        values = values * factors(np.arange(len(x)))[:, None, None]
     return values, (x @ matrices[1])[:, : layer.heads] % MODULUS
+
+
+def factors(places: Any) -> Any:
+    """Returns what values are multiplied by where tokens have scales."""
+    return 1 << places % 3
 
 
 def _pooled(layer: Layer, values: Numbers) -> tuple[Numbers, Numbers]:
