@@ -29,7 +29,9 @@ from tests.reference_attention import (
     interpret_on_a_small_gpu,
     make,
 )
+from tests.reference_token_heads import BY_HEADS
 
+INT8, _, INT4 = BY_HEADS
 GROUPS, STEP = 3, 64  # that there is room for; tokens that are shared or not together
 
 
@@ -75,7 +77,7 @@ def attend(arguments: Arguments, shared: SharedPrefixes, case: Case, implementat
         key_scale=key_scale,
         value_scale=value_scale,
         value_width=case.value if case.latent else None,
-        row_packing=PACKED if case.pages == PACKED else None,
+        row_packing=case.packing,
         shared_prefixes=shared,
         return_lse=True,
         implementation=implementation,
@@ -118,6 +120,7 @@ CROWDED = Forest([200, 300, 100, 290, 250], [[0], [3, 1], [4]], [192, 240, 144],
 XLA_CASES = {
     "8 bits": Case(batch=5, width=9, page_tokens=48, pages="float8_e4m3fn", scaled=True, cap=9.0),
     "latent": Case(batch=5, width=20, kv_heads=1, key=72, value=40, latent=True, sinks=True),
+    "int4 by heads": Case(batch=5, width=20, pages=INT4, sinks=True),
 }
 
 
@@ -143,7 +146,7 @@ def test_what_a_group_shares_reaches_no_other_request(name: str) -> None:
     right = jax.tree.map(np.asarray, attend(given, shared, case, "xla"))
     for group in CROWDED.groups:
         pages, others = given.pages.copy(), np.setdiff1d(range(case.batch), group)
-        pages[given.block_tables[group[0], 0]] = math.nan
+        pages[given.block_tables[group[0], 0]] = 0xFF if case.by_heads else math.nan
         found = attend(given._replace(pages=pages), shared, case, "xla")
         assert np.isnan(np.asarray(found[0], np.float32)[group]).any()
         for of_all, among_nan in zip(right, map(np.asarray, found), strict=True):
@@ -293,6 +296,10 @@ GPU_CASES = {
         batch=20, width=60, heads=16, kv_heads=2, key=256, value=256, pages="float8_e4m3fn"
     ),
     "int8": Case(batch=9, width=20, heads=12, kv_heads=1, pages="int8", scaled=True, cap=9.0),
+    "int4 by heads": Case(
+        batch=20, width=60, heads=32, kv_heads=8, key=128, value=128, pages=INT4, sinks=True
+    ),
+    "int8 by heads": Case(batch=9, width=20, heads=12, kv_heads=2, pages=INT8, cap=9.0),
     "latent": Case(
         batch=12, width=40, heads=16, kv_heads=1, key=576, value=512, latent=True, sinks=True
     ),

@@ -313,8 +313,9 @@ def attention(
             out = step.attend(name, queries, rows, scale=1.0)
         else:
             if layer.largest:
-                parts = [*digits([values], [2]), jnp.full((*values.shape[:2], 2), layer.largest)]
-                values = jnp.concatenate(parts, axis=-1) * factors(places)[:, None, None]
+                most = jnp.full((*values.shape[:2], 2), layer.largest, jnp.float32)
+                values = jnp.concatenate([*digits([values], [2]), most], axis=-1)
+                values *= floats(factors(places), 1, 1)
             out = step.attend(name, queries, keys, values, scale=1.0)
     out = out.reshape(len(x), heads, 2, -1)
     if owner.largest:
