@@ -22,7 +22,7 @@ from tests.benchmarks import (
     timing,
     zero,
 )
-from tests.benchmarks.served import comparison, drafted
+from tests.benchmarks.served import comparison, decodes, drafted
 from tests.benchmarks.timing import Report
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -39,6 +39,7 @@ PARTS = {
     "sharded": sharded.run,
     "served": comparison.run,
     "rollouts": comparison.run_rollouts,
+    "decodes": decodes.run,
     "drafts": drafted.run,
     "sleep": sleep.run,
     "offload": offload.run,

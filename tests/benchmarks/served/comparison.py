@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxkv
+from jaxkv._src.specs import PER_TOKEN_HEAD
 from tests.benchmarks import timing
 from tests.benchmarks.served import alone, jaxkv_engine, workloads
 from tests.benchmarks.served.workloads import MEMORY_SHARE, Decode, Trace, Workload
@@ -81,6 +82,7 @@ CASES = (
     Case("qwen3.5-4b"),
     Case("gemma-3-12b", chosen=OF_128),
     Case("deepseek-v2-lite", has_peer=False),
+    *(Case("llama-3.1-8b", dtype, workloads.DECODES, has_peer=False) for dtype in PER_TOKEN_HEAD),
 )
 # Over several devices (`timing.served_devices`).
 DIVIDED = tuple(

@@ -18,7 +18,7 @@ KINDS = {
     "combine": ("_combine",),
     "attention": ("paged_attention",),
     "recurrent": ("recurrent_", "causal_conv1d"),
-    "writes": ("write_rows", "copy_blocks", "zero_blocks"),
+    "writes": ("write_", "copy_blocks", "zero_blocks"),
     "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
     "copies": ("memcpy", "memset"),
 }

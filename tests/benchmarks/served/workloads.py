@@ -64,6 +64,7 @@ FULL: tuple[Workload, ...] = (
     *(Prefill(4, 2048), Prefill(1, 16384)),
     *(AT_ONCE, AT_ONCE._replace(by_generate=True), AT_ONCE._replace(rate=24.0)),
 )
+DECODES: tuple[Workload, ...] = (Decode(256, 1024), Decode(256, 4096))
 GROUPS = Trace(64, (512, 1536), (256, 1024), samples=8)
 ROLLOUTS: tuple[Workload, ...] = (
     *(GROUPS, GROUPS._replace(by_generate=True)),
