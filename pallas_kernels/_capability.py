@@ -86,7 +86,11 @@ KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
     "convolution": {"plain": ALL},
     "recurrent_step": {"cp.async": AMPERE, "TMA": SINCE_HOPPER},
     "recurrent_replay": {"TMA": SINCE_HOPPER},
-    "recurrent_prompt": {"wgmma, TMA": HOPPER},
+    "recurrent_prompt": {
+        "mma, cp.async": AMPERE,
+        "wgmma, TMA": HOPPER,
+        "mma, TMA": BLACKWELL,
+    },
     "decode": {
         "mma, cp.async": AMPERE,
         "mma or wgmma, TMA": HOPPER,

@@ -21,6 +21,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from pallas_kernels import _capability
 from pallas_kernels._capability import Kernel, why_unsupported
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -94,6 +95,20 @@ def teach_mma() -> None:
         return sums + jnp.matmul(left, right, preferred_element_type=sums.dtype)
 
     mlir.register_lowering(mma_p, mlir.lower_fun(multiply, multiple_results=False), "cpu")
+
+
+def interpret_as(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interprets the kernels of a GPU."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def copy(source: Any, target: Any, oob_mode: Any) -> None:
+        target[...] = source[...]
+
+    if capability != (9, 0):
+        monkeypatch.setattr(_capability, "compute_capability", lambda: capability)
+    if capability < (9, 0):  # interpret mode does not know cp.async
+        monkeypatch.setattr(plgpu, "copy_gmem_to_smem", copy)
+        monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda n: None)
 
 
 def hybrid_layers(kv_dtype: str = "fp8_e4m3") -> dict[str, LayerSpec]:

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import _capability
 from pallas_kernels._bitcast import as_elements, from_words
 from pallas_kernels._mosaic import writable, written
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.prompt_parts import find_parts
-from pallas_kernels._recurrence.prompt_shape import PromptShape
+from pallas_kernels._recurrence.prompt_shape import COPIED, PromptShape
 from pallas_kernels._recurrence.prompt_states import CARRIED, NOTHING, pass_states
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, Requests, Rule, Spans, Tokens
 
@@ -43,7 +44,11 @@ def run_prompts(
     columns = rule.value_size + CHUNK + rule.key_size * (rule.delta + 2 * per_key)
     turns = -(-most * heads * CHUNK * columns * operand.itemsize // TURN_BYTES)
     size = -(-most // turns)
-    shape = PromptShape(rule, size, requests.batch, operand, jnp.dtype(states.dtype), per_key)
+    instructions = _capability.instructions_of("recurrent_prompt")
+    assert instructions is not None, "a choice that `run_mosaic` makes"
+    shape = PromptShape(
+        rule, size, requests.batch, operand, jnp.dtype(states.dtype), per_key, instructions
+    )
     rows = _chunk_rows(states, chunks, size * turns)
     gates = _gates(tokens, rows, per_key)
     per_channel = log_decay.astype(jnp.float32) if per_key else None
@@ -107,10 +112,11 @@ def _gates(tokens: Tokens, rows: Array, per_key: bool) -> Array:
 
 
 def _chunk_decay(tokens: Tokens, rows: Array) -> Array:
-    """Returns float32[chunks, heads, K], the decay of each key channel in a chunk."""
+    """Returns float32[chunks, heads, COPIED], the decay of each key channel in a chunk."""
     log_decay = jnp.maximum(_take(tokens.log_decay, rows), LEAST_LOG_DECAY)
     heads, _, key_size = tokens.states.shape
-    return jnp.exp(log_decay.sum(axis=1)).reshape(-1, heads, key_size)
+    decay = jnp.exp(log_decay.sum(axis=1)).reshape(-1, heads, key_size)
+    return jnp.pad(decay, ((0, 0), (0, 0), (0, COPIED - key_size)))
 
 
 def _runs(states: StatePages, requests: Requests, chunks: Chunks, first: int, size: int) -> Array:

@@ -13,20 +13,20 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import Ref, call_unfused, load, store
 from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.prompt_copies import copies_of
+from pallas_kernels._recurrence.prompt_products import Matrix, multiply_sum
 from pallas_kernels._recurrence.prompt_scratch import SOLVING, SQUARE, PartsScratch
 from pallas_kernels._recurrence.prompt_shape import (
     COLUMN,
+    FACTORS,
     ROW,
     TILE,
     PromptParts,
     PromptShape,
     along_columns,
     along_rows,
-    multiply,
-    multiply_sum,
     zero_rows,
 )
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, NORM_EPSILON
@@ -53,8 +53,8 @@ def find_parts(
         out_type=PromptParts(
             inner=jax.ShapeDtypeStruct((count * CHUNK, CHUNK), shape.operand),
             erased=jax.ShapeDtypeStruct(tokens if rule.delta else one, shape.operand),
-            values=jax.ShapeDtypeStruct((count * rule.value_size, CHUNK), shape.operand),
-            factors=jax.ShapeDtypeStruct((*gates.shape[:2], 3 * CHUNK), jnp.float32),
+            values=jax.ShapeDtypeStruct((count * CHUNK, rule.value_size), shape.operand),
+            factors=jax.ShapeDtypeStruct((*gates.shape[:2], FACTORS), jnp.float32),
             queries=decayed,
             keys=decayed,
         ),
@@ -71,7 +71,7 @@ class _PartsKernel:
     """The code of one thread block."""
 
     def __init__(self, shape: PromptShape, refs: tuple[Ref, ...]) -> None:
-        self.shape, self.rule = shape, shape.rule
+        self.shape, self.rule, self.copies = shape, shape.rule, copies_of(shape.by_tma)
         self.chunks, self.gates, self.inputs = refs[:3]
         self.log_decay = refs[3]  # of the inputs without decay per key: not read
         self.out, self.smem = PromptParts(*refs[-7:-1]), refs[-1]
@@ -107,7 +107,7 @@ class _PartsKernel:
         else:
             (inner,), lower = self._with_keys(smem.keys, smem.queries), None
         inner *= decay * along_rows(queries, SQUARE)
-        plgpu.commit_smem()  # a barrier: all warps have read the queries
+        self.copies.commit()  # a barrier: all warps have read the queries
         self._copy_out(inner, staged, self.out.inner.at[rows])
         if rule.delta:
             if lower is None:
@@ -127,18 +127,26 @@ class _PartsKernel:
             erase = -keys_of_columns * jnp.exp(to_column)
             self._store_erased(solution * along_columns(erase, SQUARE))
         self._store_values(solution.astype(self.shape.operand))
-        plgpu.wait_smem_to_gmem(0)
+        self.copies.end_writes()
 
     def _copy_out(self, part: Array, staged: Ref, out: Ref) -> None:
-        """Writes a part, from where it is staged."""
-        staged[...] = part.astype(self.shape.operand)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, out)
+        """Writes a part, from where it is staged; has a barrier."""
+        self.copies.write(part.astype(self.shape.operand), staged, out)
 
     def _with_keys(self, keys: Ref, *several: Ref) -> list[Array]:
         """Returns the products of several rows, queries or keys, with keys."""
         squares = range(self.rule.key_size // CHUNK)
-        return multiply_sum(*([(rows.at[i], keys.at[i].T) for i in squares] for rows in several))
+        sums = [[(rows.at[i], keys.at[i]) for i in squares] for rows in several]
+        return multiply_sum(self.shape.by_wgmma, *sums, transposed=True)
+
+    def _multiply(self, left: Matrix, right: Ref) -> Array:
+        """Returns a product with a matrix in shared memory."""
+        if isinstance(left, Array) and self.smem.lefts[0] is not None:
+            staged = self.smem.lefts[left.dtype == SOLVING]
+            staged[...] = left
+            self.copies.commit()
+            left = staged
+        return multiply_sum(self.shape.by_wgmma, [(left, right)])[0]
 
     def _decayed_products(self, row: Array, column: Array) -> tuple[Array, Array]:
         """Returns products of queries with keys, and of keys with keys, decayed for each channel.
@@ -160,12 +168,12 @@ class _PartsKernel:
             is_second = (half(row) & 1) == 1
             tokens = (half(apart) == 0) & ((column <= row) == is_second)
             self._count(tokens)  # has a barrier: all warps have read what is overwritten
-            decays = [self._decay(i) for i in squares]
-            for i, decay in enumerate(decays):
+            for i in squares:
+                decay = self._decay(i)
                 for source, target in ((smem.queries, queries), (smem.keys, keys)):
                     value = load(source.at[i], TILE) * decay
                     target.at[i][...] = value.astype(self.shape.operand)
-            plgpu.commit_smem()
+            self.copies.commit()
             inner, lower = self._with_keys(keys, queries, keys)
             is_joined = half(apart) == 1
             return jnp.where(is_joined, inner, carry[0]), jnp.where(is_joined, lower, carry[1])
@@ -184,7 +192,7 @@ class _PartsKernel:
             value = load(self.log_decay.at[tokens, columns], TILE)
             value = jnp.where(is_own, jnp.maximum(value, LEAST_LOG_DECAY), 0.0)
             smem.solving.at[i][...] = value.astype(SOLVING)
-        plgpu.commit_smem()
+        self.copies.commit()
 
     def _count(self, tokens: Array) -> None:
         """Sets over which tokens `_decay` returns the decay, for each row.
@@ -192,14 +200,14 @@ class _PartsKernel:
         In shared memory, because a mask has constants (see `_invert`), and registers are short.
         """
         self.smem.solving.at[2][...] = jnp.where(tokens, 1.0, 0.0).astype(SOLVING)
-        plgpu.commit_smem()
+        self.copies.commit()
 
     def _decay(self, i: int) -> Array:
         """Returns the decay in some channels over the tokens that each row counts.
 
         A logarithm of 11 bits is off by less than the bfloat16 that the decay becomes a factor of.
         """
-        return jnp.exp(multiply(self.smem.solving.at[2], self.smem.solving.at[i]))
+        return jnp.exp(self._multiply(self.smem.solving.at[2], self.smem.solving.at[i]))
 
     def _store_decayed(self, row: Array, column: Array) -> None:
         """Writes queries and keys with their decays; keys from the beginning replace the keys."""
@@ -234,16 +242,16 @@ class _PartsKernel:
         ]
         for target, start in squares:
             source = self.inputs.at[pl.ds(first, CHUNK), pl.ds(start, CHUNK)]
-            plgpu.copy_gmem_to_smem(source, target, smem.loaded)
+            self.copies.start(source, target, smem.loaded)
         gates = self.gates.at[self.chunk, self.head]
-        plgpu.copy_gmem_to_smem(gates, smem.numbers.at[pl.ds(0, 2 * CHUNK)], smem.loaded)
-        plgpu.barrier_wait(smem.loaded)
+        self.copies.start(gates, smem.numbers.at[pl.ds(0, 2 * CHUNK)], smem.loaded)
+        self.copies.wait(smem.loaded, 0, 0, True)
 
         @pl.when((self.begin > 0) | (self.end < CHUNK))
         def _() -> None:
             for target, _ in squares:
                 zero_rows(target, self.begin, self.end)
-            plgpu.commit_smem()
+            self.copies.commit()
 
     def _norms(self) -> tuple[Array, Array]:
         """Returns the factors of queries and of keys, float32[CHUNK]."""
@@ -262,7 +270,7 @@ class _PartsKernel:
         """Returns a number for each row as one for each column."""
         column = self.smem.numbers.at[pl.ds(2 * CHUNK, CHUNK)]
         column[...] = vector
-        plgpu.commit_smem()
+        self.copies.commit()
         return load(column, COLUMN)
 
     def _invert(self, lower: Array, row: Array, column: Array) -> Array:
@@ -280,45 +288,35 @@ class _PartsKernel:
         for bit in range(1, CHUNK.bit_length() - 1):
             narrow = inverse.astype(SOLVING)
             blocks[...] = narrow
-            plgpu.commit_smem()
-            product = multiply(whole, blocks)
+            self.copies.commit()
+            product = self._multiply(whole, blocks)
             below = lax.shift_right_logical(apart, bit) == 1
             products[...] = jnp.where(below, product, 0.0).astype(SOLVING)
-            plgpu.commit_smem()
-            inverse = inverse - self._multiply_left(narrow, products)
+            self.copies.commit()
+            inverse = inverse - self._multiply(narrow, products)
         return inverse
-
-    def _multiply_left(self, left: Array, right: Ref) -> Array:
-        """Returns the product of a matrix in registers with one in shared memory."""
-        if _mosaic.OPERANDS_IN_REGISTERS:
-            return multiply(left, right)
-        staged = self.smem.lefts[left.dtype == SOLVING]
-        staged[...] = left
-        plgpu.commit_smem()
-        return multiply(staged, right)
 
     def _store_erased(self, solution: Array) -> None:
         smem, solution = self.smem, solution.astype(self.shape.operand)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
+        self.copies.end_writes(only_reads=True)  # what was staged before is read
         rows = pl.ds(self.item * CHUNK, CHUNK)
         for i in range(self.rule.key_size // CHUNK):
-            erased = self._multiply_left(solution, smem.keys.at[i])
+            erased = self._multiply(solution, smem.keys.at[i])
             columns = pl.ds(i * CHUNK, CHUNK)
             self._copy_out(erased, smem.queries.at[i], self.out.erased.at[rows, columns])
 
     def _store_values(self, solution: Array) -> None:
-        """Writes the values that are added, transposed."""
+        """Writes the values that are added."""
         rule, smem = self.rule, self.smem
-        plgpu.commit_smem()
+        rows = pl.ds(self.item * CHUNK, CHUNK)
+        self.copies.commit()
         for i in range(rule.value_size // CHUNK):
-            added = self._multiply_left(solution, smem.values.at[i])
+            added = self._multiply(solution, smem.values.at[i])
             if i * CHUNK >= rule.key_size:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
-            rows = pl.ds(self.item * rule.value_size + i * CHUNK, CHUNK)
+                self.copies.end_writes(only_reads=True)  # what was staged before is read
             staged = smem.keys.at[i % (rule.key_size // CHUNK)]
-            staged.T[...] = added.astype(self.shape.operand)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, self.out.values.at[rows])
+            columns = pl.ds(i * CHUNK, CHUNK)
+            self._copy_out(added, staged, self.out.values.at[rows, columns])
 
     def _store_factors(self, total: Array, last: Array, queries: Array, keys: Array) -> None:
         end = plgpu.layout_cast(lax.broadcast_in_dim(last, total.shape, []), ROW)

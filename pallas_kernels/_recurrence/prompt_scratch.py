@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import Scratch, tiled
 from pallas_kernels._recurrence.chunks import CHUNK
-from pallas_kernels._recurrence.prompt_shape import PromptParts, PromptShape
+from pallas_kernels._recurrence.prompt_copies import copies_of
+from pallas_kernels._recurrence.prompt_shape import COPIED, FACTORS, PromptParts, PromptShape
 
 SQUARE = (CHUNK, CHUNK)
 SOLVING = jnp.float16  # of the operands of a triangular matrix's inverse
-STAGES = 3  # chunks that the kernel of states prefetches
 
 
 class PartsScratch[T](NamedTuple):
@@ -41,7 +41,7 @@ class PartsScratch[T](NamedTuple):
         rule, operand = shape.rule, shape.operand
         key_squares, value_squares = rule.key_size // CHUNK, rule.value_size // CHUNK
         lefts: tuple[Scratch, Scratch] = None, None
-        if not _mosaic.OPERANDS_IN_REGISTERS:
+        if shape.by_wgmma and not _mosaic.OPERANDS_IN_REGISTERS:
             lefts = tiled(SQUARE, operand), tiled(SQUARE, SOLVING)
         return cls(
             queries=tiled((key_squares, *SQUARE), operand),
@@ -51,7 +51,7 @@ class PartsScratch[T](NamedTuple):
             solving=tiled((3, *SQUARE), SOLVING) if rule.delta else None,
             numbers=plgpu.SMEM((3 * CHUNK,), jnp.float32),
             lefts=lefts,
-            loaded=plgpu.Barrier(num_arrivals=1 + 2 * key_squares + value_squares),
+            loaded=copies_of(shape.by_tma).barrier(1, 1 + 2 * key_squares + value_squares),
         )
 
 
@@ -61,6 +61,8 @@ class StatesScratch[T](NamedTuple):
     decay: of each key channel; None if all have one.
     staged, plain: outputs on their way out, of whole tiles and of others.
     left: operands that interpret mode does not take from registers; None on a GPU.
+    loaded: barriers of all parts; with mma, of erased, values and queries.
+    rest: barriers of the other parts, with mma; else None.
     """
 
     parts: PromptParts[T]
@@ -69,24 +71,29 @@ class StatesScratch[T](NamedTuple):
     plain: T
     left: T
     loaded: T
+    rest: T
 
     @classmethod
     def from_shape(cls, shape: PromptShape, out: DTypeLike) -> "StatesScratch[Scratch]":
-        rule, dtype, per_key = shape.rule, shape.operand, shape.decay_per_key
-        tokens = tiled((STAGES, CHUNK, rule.key_size), dtype)
-        left = None if _mosaic.OPERANDS_IN_REGISTERS else tiled((CHUNK, rule.key_size), dtype)
+        rule, dtype, stages = shape.rule, shape.operand, shape.stages
+        tokens, squares = tiled((stages, CHUNK, rule.key_size), dtype), (stages, *SQUARE)
+        copies, left = copies_of(shape.by_tma), None
+        if shape.by_wgmma and not _mosaic.OPERANDS_IN_REGISTERS:
+            left = tiled((CHUNK, rule.key_size), dtype)
+        early, late = 2 + rule.delta, 3 + shape.decay_per_key
         return cls(
             parts=PromptParts(
-                inner=tiled((STAGES, *SQUARE), dtype),
+                inner=tiled(squares, dtype),
                 erased=tokens if rule.delta else None,
-                values=tiled((STAGES, *SQUARE), dtype),
-                factors=plgpu.SMEM((STAGES, 3 * CHUNK), jnp.float32),
+                values=tiled(squares, dtype),
+                factors=plgpu.SMEM((stages, FACTORS), jnp.float32),
                 queries=tokens,
                 keys=tokens,
             ),
-            decay=plgpu.SMEM((STAGES, rule.key_size), jnp.float32) if shape.decay_per_key else None,
+            decay=plgpu.SMEM((stages, COPIED), jnp.float32) if shape.decay_per_key else None,
             staged=tiled(SQUARE, out),
             plain=plgpu.SMEM(SQUARE, out),
             left=left,
-            loaded=plgpu.Barrier(num_barriers=STAGES, num_arrivals=5 + rule.delta + per_key),
+            loaded=copies.barrier(stages, early + (late if shape.by_wgmma else 0)),
+            rest=None if shape.by_wgmma else copies.barrier(stages, late),
         )

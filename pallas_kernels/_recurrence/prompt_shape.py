@@ -1,7 +1,5 @@
 """The constants of the kernels of prompts, and code that they share."""
 
-import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,12 +7,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _capability, _mosaic
+from pallas_kernels._capability import Instructions
 from pallas_kernels._mosaic import Ref
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.rule import Rule
 
-type Matrix = Array | Ref  # in registers, or in shared memory
+COPIED = 128  # numbers of 4 bytes, of which cp.async copies multiples
+MAX_STAGES = 3  # chunks that the kernel of states prefetches
+FACTORS = 4 * CHUNK  # see `PromptParts`
+OTHER_BYTES = 4096  # of its shared memory, for barriers, and to begin arrays at multiples of 1,024
 
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)  # layouts of a number for each row, or column
@@ -28,6 +30,7 @@ class PromptShape(NamedTuple):
     operand: dtype of the inputs, and of the factors of products.
     page: dtype of the states in pages.
     decay_per_key: whether every key channel has a decay of its own.
+    instructions: what the kernels move and multiply with.
     """
 
     rule: Rule
@@ -36,6 +39,26 @@ class PromptShape(NamedTuple):
     operand: jnp.dtype
     page: jnp.dtype
     decay_per_key: bool
+    instructions: Instructions
+
+    @property
+    def by_wgmma(self) -> bool:
+        return self.instructions == "wgmma, TMA"
+
+    @property
+    def by_tma(self) -> bool:
+        return self.instructions != "mma, cp.async"
+
+    @property
+    def stages(self) -> int:
+        """Returns the chunks that the kernel of states has in shared memory."""
+        rule, square = self.rule, 2 * CHUNK * CHUNK
+        tokens = (2 + rule.delta) * CHUNK * rule.key_size
+        numbers = FACTORS + self.decay_per_key * COPIED
+        stage = 2 * square + 2 * tokens + 4 * numbers
+        staged = 2 * square
+        limit = _capability.shared_memory_bytes() - staged - OTHER_BYTES
+        return min(MAX_STAGES, limit // stage)
 
 
 class PromptParts[T](NamedTuple):
@@ -46,9 +69,9 @@ class PromptParts[T](NamedTuple):
     inner: [N * heads * CHUNK, CHUNK], weights of the chunk's own tokens in the outputs.
     erased: [N * heads * CHUNK, K], what is added of a state for each token, which takes it away; a
       single row without a delta rule.
-    values: [N * heads * V, CHUNK], what is added by each token if the state were zeros.
-    factors: float32[N, heads, 3 * CHUNK], of each token's query, with the decay from the chunk's
-      beginning; of its key, with the decay to the chunk's end; and the chunk's decay.
+    values: [N * heads * CHUNK, V], what is added by each token if the state were zeros.
+    factors: float32[N, heads, FACTORS], of each token's query, with the decay from the chunk's
+      beginning; of its key, with the decay to the chunk's end; the chunk's decay; and CHUNK unused.
     queries, keys: [N * heads * CHUNK, K], with these decays if each key channel has its own, which
       factors do not have then; otherwise a single row.
     """
@@ -69,43 +92,6 @@ def along_rows(vector: Array, shape: tuple[int, ...]) -> Array:
 def along_columns(vector: Array, shape: tuple[int, ...]) -> Array:
     """Returns a matrix from a number for each column."""
     return lax.broadcast_in_dim(vector, shape, [1])
-
-
-def multiply(left: Matrix, right: Ref) -> Array:
-    """Returns the product of two matrices, the right one in shared memory, in float32."""
-    return multiply_sum([(left, right)])[0]
-
-
-def multiply_sum(*sums: Sequence[tuple[Matrix, Ref]]) -> list[Array]:
-    """Returns the sum of the products of pairs of matrices, for each list of pairs."""
-    if not _mosaic.OPERANDS_IN_REGISTERS:
-        return [_multiply_in_turn(pairs) for pairs in sums]
-
-    def run(*totals: Ref) -> list[Array]:
-        for total, pairs in zip(totals, sums, strict=True):
-            for left, right in pairs:
-                plgpu.wgmma(total, left, right)
-        return [plgpu.layout_cast(total[...], TILE) for total in totals]
-
-    shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
-    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
-
-
-def _multiply_in_turn(pairs: Sequence[tuple[Matrix, Ref]]) -> Array:
-    """Does the same in interpret mode."""
-
-    def run(total: Ref, left: Matrix, right: Ref) -> Array:
-        plgpu.wgmma(total, left, right)
-        return plgpu.layout_cast(total[...], TILE)
-
-    products = [
-        pl.run_scoped(
-            functools.partial(run, left=left, right=right),
-            plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32),
-        )
-        for left, right in pairs
-    ]
-    return functools.reduce(jnp.add, products)
 
 
 def zero_rows(ref: Ref, begin: Array, end: Array) -> None:

@@ -31,7 +31,14 @@ from pallas_kernels import (
     paged_attention,
 )
 from pallas_kernels._paged_attention import xla
-from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, needs_mosaic, skip_without
+from tests.helpers import (
+    HAS_LATE_BARRIERS,
+    ON_GPU,
+    as_ids,
+    interpret_as,
+    needs_mosaic,
+    skip_without,
+)
 from tests.kernels import calls
 from tests.reference_attention import (
     PACKED,
@@ -424,20 +431,6 @@ def test_mosaic_attends_by_the_definition(name: str) -> None:
     case = MOSAIC_CASES[name]
     for lens, loc, seed in some_batches(case):
         check(case, make(case, lens, loc, seed), "mosaic_gpu")
-
-
-def interpret_as(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interprets the kernels of a GPU."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def copy(source: Any, target: Any, oob_mode: Any) -> None:
-        target[...] = source[...]
-
-    if capability != (9, 0):
-        monkeypatch.setattr(_capability, "compute_capability", lambda: capability)
-    if capability < (9, 0):  # interpret mode does not know cp.async
-        monkeypatch.setattr(plgpu, "copy_gmem_to_smem", copy)
-        monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda n: None)
 
 
 @quietly
