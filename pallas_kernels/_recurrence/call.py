@@ -209,9 +209,7 @@ def _run(
     kernels: list[Kernel] = ["recurrent_replay" if tokens.replay else "recurrent_step"]
     if conv is not None and not why_not_convolution(conv):
         kernels.append("convolution")
-    # Without a choice, XLA runs the prompts of GPUs that do not run this kernel.
-    may_prompt = most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens, out)
-    if implementation == "mosaic_gpu" and may_prompt:
+    if most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens, out):
         kernels.append("recurrent_prompt")
     return choose(
         implementation,

@@ -11,6 +11,7 @@ from pallas_kernels._recurrence.step_shape import LOADED, step_shape
 MAX_STEP_TOKENS = 8  # of a request, for the kernels of a step
 MAX_WIDTH = 256  # of keys and of values
 THREADS, ACCESS_BYTES = 128, 16
+PROMPT_BYTES = 3072  # of shared memory, beside matrices, of the kernel of parts
 INT32_MAX = 2**31 - 1
 
 
@@ -83,6 +84,14 @@ def why_not_prompt(rule: Rule, tokens: Tokens, out: jnp.dtype) -> str | None:
         return (
             f"keys are {rule.key_size} wide and values {rule.value_size}, and the kernels take "
             "keys of 64 and 128, and multiples of 64"
+        )
+    per_key = tokens.log_decay.ndim == 3
+    squares = (4 if per_key else 2) * rule.key_size // 64 + rule.value_size // 64 + 3 * rule.delta
+    needed = squares * 2 * 64**2 + PROMPT_BYTES
+    if needed > (limit := _capability.shared_memory_bytes()):
+        return (
+            f"keys are {rule.key_size} wide and values {rule.value_size}, for which the kernels "
+            f"need {needed} bytes of shared memory, and this GPU has {limit}"
         )
     return None
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import _capability
 from pallas_kernels._bitcast import from_words
 from pallas_kernels._recurrence.checkpoints import cut_at_checkpoints
 from pallas_kernels._recurrence.chunks import CHUNK
@@ -37,10 +36,7 @@ def run_mosaic(
       out: dtype of the outputs.
     """
     spans, count = requests.spans, tokens.inputs.shape[0]
-    by_kernels = most > MAX_STEP_TOKENS and not (
-        why_not_prompt(rule, tokens, out)
-        or _capability.why_unsupported(["recurrent_prompt"], any_platform=True)
-    )
+    by_kernels = most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens, out)
     if conv is not None and not can_fuse(rule, tokens, requests, conv):
         rows = count + (-count % CHUNK if by_kernels else 0)
         tokens = tokens.after(*convolve_mosaic(conv, tokens.inputs, requests, most, rows))

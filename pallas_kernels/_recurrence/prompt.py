@@ -45,7 +45,6 @@ def run_prompts(
     turns = -(-most * heads * CHUNK * columns * operand.itemsize // TURN_BYTES)
     size = -(-most // turns)
     instructions = _capability.instructions_of("recurrent_prompt")
-    assert instructions is not None, "a choice that `run_mosaic` makes"
     shape = PromptShape(
         rule, size, requests.batch, operand, jnp.dtype(states.dtype), per_key, instructions
     )

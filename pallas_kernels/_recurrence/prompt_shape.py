@@ -30,7 +30,7 @@ class PromptShape(NamedTuple):
     operand: dtype of the inputs, and of the factors of products.
     page: dtype of the states in pages.
     decay_per_key: whether every key channel has a decay of its own.
-    instructions: what the kernels move and multiply with.
+    instructions: what the kernels move and multiply with; None where none of them runs.
     """
 
     rule: Rule
@@ -39,7 +39,7 @@ class PromptShape(NamedTuple):
     operand: jnp.dtype
     page: jnp.dtype
     decay_per_key: bool
-    instructions: Instructions
+    instructions: Instructions | None
 
     @property
     def by_wgmma(self) -> bool:

@@ -37,7 +37,7 @@ def test_the_default_suits_the_device() -> None:
 
 # By hand, from NVIDIA's PTX manual: wgmma is for sm_90a alone; all others have a kernel without.
 ALL = set(get_args(_capability.Kernel))
-BY_WGMMA = {"latent_rows", "recurrent_prompt"}
+BY_WGMMA = {"latent_rows"}
 RUNS = {
     **dict.fromkeys("8.0 8.6 8.7 8.9".split(), ALL - BY_WGMMA - {"recurrent_replay"}),
     **dict.fromkeys("10.0 10.3 11.0 12.0 12.1".split(), ALL - BY_WGMMA),
