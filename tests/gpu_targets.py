@@ -237,8 +237,7 @@ def recurrences() -> Iterator[tuple[str, Any, Any]]:
         for tokens, starts in ((4, []), (256, [STARTS])):
             given = struct((tokens, 8 * 128), BF16), struct((tokens, 4, *key), F32)
             given = *given, struct((tokens, 4), F32), struct((8, 4 * 128 * 128), F32), IDS, IDS
-            if key or not starts:  # without, prompts are part of the step
-                yield f"gated delta of {tokens}{name}", delta, (*given, *starts)
+            yield f"gated delta of {tokens}{name}", delta, (*given, *starts)
 
 
 # --- whole steps ----------------------------------------------------------------------
