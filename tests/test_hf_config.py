@@ -919,9 +919,12 @@ def test_the_towers_of_a_params_json_are_those_of_its_wrapper(tmp_path) -> None:
     given = [read(vision_encoder=vision), read(multimodal={"vision_encoder_args": vision})]
     assert [count_weights(config).parameters for config in given] == [alone + tower] * 2
     for causal, message in ((True, "encoder keeps a cache of its own"), (False, None)):
-        config = read(multimodal={"whisper_model_args": {"encoder_args": {"causal": causal}}})
+        config = read(
+            multimodal={"whisper_model_args": {"encoder_args": {"causal": causal, "dim": 64}}}
+        )
         if message is None:
             assert len(layers_from_config(config, kv_dtype="bf16")) == 32
+            assert config["audio_config"] == {"causal": False, "hidden_size": 64}
             continue
         with pytest.raises(ValueError, match=message):
             layers_from_config(config, kv_dtype="bf16")

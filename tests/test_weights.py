@@ -30,7 +30,7 @@ from jaxkv._src.hf_config._weights._quantization import (
     Scheme,
     read_scheme,
 )
-from jaxkv._src.hf_config._weights._towers import towers
+from jaxkv._src.hf_config._weights._towers import TOWER_OF, towers
 from jaxkv._src.hf_config._weights._traits import ASSUMED, t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
@@ -346,11 +346,83 @@ OWN_TOWERS: dict[str, tuple[dict[str, int | list[str] | dict[str, Any]], int]] =
 }
 
 
+OWN_TOWERS |= {
+    # Two stages of 3 and 6 channels, the latter with attention, of 2 blocks each.
+    "apertus1p5_vision_tokenizer": (
+        {
+            **{"base_channels": 3, "latent_channels": 5, "channel_multiplier": [1, 2]},
+            **{"attn_resolutions": [8], "resolution": 16, "num_res_blocks": 2},
+            **{"codebook_size": 11, "embed_dim": 7},
+        },
+        9 * (3 * 3 + 4 * 9 + 9)
+        + 9 * (3 * 6 + 3 * 36)
+        + 3 * 6
+        + 2 * 4 * 36
+        + 4 * 9 * 36
+        + 4 * 36
+        + 9 * 6 * 5
+        + (11 + 5) * 7,
+    ),
+    "wavtokenizer_encoder": (
+        {
+            **{"num_filters": 4, "kernel_size": 7, "upsampling_ratios": [3, 2], "hidden_size": 5},
+            **{"num_residual_layers": 2, "num_lstm_layers": 1, "last_kernel_size": 3},
+        },
+        7 * 4
+        + 2 * (4 * 2 * 4 + 16)
+        + 4 * 8 * 4
+        + 2 * (8 * 4 * 4 + 64)
+        + 8 * 16 * 6
+        + 8 * 16 * 16
+        + 3 * 16 * 5,
+    ),
+}
+
+
 @pytest.mark.parametrize("kind", OWN_TOWERS)
 def test_a_tower_of_its_own_kind_equals_a_count_by_hand(kind: str) -> None:
     fields, parameters = OWN_TOWERS[kind]
     config = {"model_type": "dots3_note", "vision_config": {"model_type": kind, **fields}}
     assert sum(m.parameters for m in towers(config | {"text_config": {}}, 7)) == parameters
+
+
+def test_a_tower_has_what_its_class_assumes_where_a_file_leaves_it_out() -> None:
+    for kind, fields in GOLDEN["towers"].items():
+        usual = [outer for outer, tower in TOWER_OF.items() if tower == kind]
+        outer = usual[0] if usual else kind.removesuffix("_vision")
+        vision = {"hidden_size": 64, "depth": 3, "out_hidden_size": 5, "mlp_ratio": 2, **fields}
+        vision["intermediate_size"] = fields.get("intermediate_size", 128)
+        config = {"model_type": outer, "text_config": {}, "vision_config": vision}
+        right = sum(matrix.parameters for matrix in towers(config, 7))
+        for field in fields:
+            less = {name: value for name, value in vision.items() if name != field}
+            if field == "intermediate_size":
+                del less["mlp_ratio"]
+            for named in ({}, {"model_type": kind}):
+                config["vision_config"] = less | named
+                assert sum(matrix.parameters for matrix in towers(config, 7)) == right, (
+                    kind,
+                    field,
+                )
+    config["vision_config"] = {"model_type": "of mine", "hidden_size": 64, "depth": 3}
+    with pytest.raises(ValueError, match="lacks 'intermediate_size', which sizes the weights"):
+        list(towers(config, 7))
+
+
+def test_the_experts_of_dots3_see_are_listed_or_those_of_its_class() -> None:
+    fields, _ = OWN_TOWERS["dots3_note_vision_encoder"]
+    vision = {"model_type": "dots3_note_vision_encoder", **fields}
+    del vision["mlp_layer_types"], vision["per_layer_config"], vision["num_local_experts"]
+    config = {"model_type": "dots3_note", "text_config": {}, "vision_config": vision}
+
+    def experts(**changes: Any) -> list[int]:
+        config["vision_config"] = vision | changes
+        return [m.parameters // 7 for m in towers(config, 7) if m.name == "visual.gate"]
+
+    assert experts(pyramid_num_routed=[-1, 3, 5]) == [3, 5]
+    assert experts(num_hidden_layers=42) == [*range(4, 65, 4), 64]
+    with pytest.raises(ValueError, match="lacks 'mlp_layer_types'"):
+        experts()
 
 
 def by_hand(linear: float, other: float) -> int:

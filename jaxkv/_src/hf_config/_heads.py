@@ -69,7 +69,8 @@ def attn_config(reader: ConfigReader, options: Options) -> Layers:
         "attn_type", "multihead_attention", "multiquery_attention", "grouped_query_attention"
     )
     if kind in (None, "grouped_query_attention"):
-        heads = inner.number("kv_n_heads", default=heads if kind is None else None)
+        default = 1 if reader.model_type == "dbrx" else heads  # as their classes assume
+        heads = inner.number("kv_n_heads", default=default if kind is None else None)
     elif kind == "multiquery_attention":
         heads = 1
     inner.ignore("kv_n_heads")

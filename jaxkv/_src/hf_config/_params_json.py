@@ -109,7 +109,8 @@ def _with_towers(text: dict[str, Any]) -> dict[str, Any]:
     if sounds and sounds.get("causal"):
         return {"model_type": "voxtral_realtime", "text_config": text, "audio_config": sounds}
     if sounds:
-        return {"model_type": "voxtral", "text_config": text, "audio_config": dict(sounds)}
+        audio = {NAMES.get(name, name): value for name, value in sounds.items()}
+        return {"model_type": "voxtral", "text_config": text, "audio_config": audio}
     if images:
         vision = {"model_type": "pixtral", **images}
         return {"model_type": "mistral3", "text_config": text, "vision_config": vision}

@@ -46,8 +46,8 @@ class ConfigReader:
         if family is not None:
             self._rename(family.names)
             self.default(**family.defaults)
-            sized_by_class = self.wrapper is not None and self.wrapper not in OWN_SIZES
-            self.default(**family.inner if sized_by_class else {})
+            if self.wrapper is not None:
+                self.default(**OWN_SIZES.get(str(self.wrapper), family.inner))
             self.ignore(*family.ignored)
             for name, other in family.same.items():
                 if self._fields.get(name) is None:

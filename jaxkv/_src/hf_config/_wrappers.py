@@ -1,5 +1,7 @@
 """Multimodal wrappers without a cache beside their language model's. No jax."""
 
+from typing import Any
+
 # Fields in which a wrapper holds its language model, in order of precedence.
 INNER = "text_config", "llm_config", "language_config", "thinker_config"
 
@@ -63,7 +65,18 @@ WRAPPED = {
     "step3_text": "step3_vl",
     "step3p5": "step3p7",
 }
-# Wrappers that do not leave sizes to the class of their language model.
-OWN_SIZES = "glmasr", "voxtral"
+# Wrappers whose files may leave out other sizes than those of the class of their language model.
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "glmasr": {
+        **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
+        **{"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 59264},
+        "max_position_embeddings": 8192,
+    },
+    "voxtral": {
+        **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+        **{"vocab_size": 131072, "max_position_embeddings": 131072},
+    },
+}
 WRAPPERS = {name: f"{name}_text" for name in TEXT.split()}
 WRAPPERS |= {name: inner for inner, names in WRAPPED.items() for name in names.split()}

@@ -49,7 +49,8 @@ def count_weights(config: Mapping[str, object], *, drafts: bool = False) -> Weig
     """Counts the weights of a model, as its checkpoint stores them.
 
     Args:
-      config: the content of a ``config.json``. If it names no dtype, bfloat16 counts.
+      config: the content of a ``config.json``. If it names no dtype, bfloat16 counts. Encoders of
+        images and sounds count if it describes them (``vision_config``, ``audio_config``).
       drafts: whether to count layers that draft tokens (``num_nextn_predict_layers``).
 
     Raises:

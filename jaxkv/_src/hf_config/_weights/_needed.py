@@ -11,7 +11,7 @@ OF_EXPERTS = SHARED + SHARED_WIDTH, LAYERS_WITH_EXPERTS
 # Fields, one of which a file must name, though it may be null -> model types that assume a value.
 NEEDED = {
     EXPERTS: """
-        aria_text cohere2_moe flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid
+        aria_text cohere2_moe dbrx flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid
         granitemoeshared hunyuan_v1_moe jamba llama4_text minimax minimax_m1 minimax_m2
         minimax_m3_text minimax_m3_vl_text minimax_text_01 mixtral olmoe phimoe
     """,

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
 
+DOTS3_EXPERTS = (-1,) * 25 + (*range(4, 65, 4), 64)  # of each layer, where a file names none
+
 
 def dots3_vision(fields: Fields) -> Iterator[Matrix]:
     """Yields the matrices of dots3's encoder of images: some of its layers have experts.
@@ -13,15 +15,22 @@ def dots3_vision(fields: Fields) -> Iterator[Matrix]:
     transformers/models/dots3_note/modeling_dots3_note.py, version 5.24.
     """
     width, depth = fields.number("hidden_size"), fields.number("num_hidden_layers")
-    kinds = fields.listed("mlp_layer_types") or ["dense"] * depth
+    kinds, counts = fields.listed("mlp_layer_types"), fields.listed("pyramid_num_routed")
+    if counts is None and kinds is None:
+        counts = DOTS3_EXPERTS
+    if counts is not None:
+        kinds = ["dense" if count <= 0 else "sparse" for count in counts]
+    if kinds is None or len(kinds) != depth:
+        raise fields.lacks("mlp_layer_types")
     yield Matrix("visual.qkv", 4 * width, width, "tower", depth)
-    for layer, kind in enumerate(kinds[:depth]):
+    for layer, kind in enumerate(kinds):
         if kind == "dense":
             yield from feed_forward(
                 "visual", width, fields.number("intermediate_size"), gated=True, role="tower"
             )
             continue
-        experts = fields.at_layer(layer).number("num_local_experts")
+        listed = None if counts is None else counts[layer]
+        experts = fields.at_layer(layer).number("num_local_experts", default=listed)
         inner = fields.number("moe_intermediate_size")
         yield Matrix("visual.gate", experts, width, "other", max_ranks=WHOLE)
         yield from feed_forward("visual", width, inner, gated=True, role="tower", count=experts)
@@ -89,3 +98,67 @@ def _prime_factors(number: int) -> list[int]:
             factors.append(prime)
             number //= prime
     return factors
+
+
+def apertus_vision(fields: Fields) -> Iterator[Matrix]:
+    """Yields the convolutions and the codebook that make tokens of Apertus 1.5's images.
+
+    transformers/models/apertus1p5/modeling_apertus1p5.py, version 5.24.
+    """
+    base, latent = fields.number("base_channels"), fields.number("latent_channels")
+    width, total = base, base * 9 * fields.number("in_channels", default=3)
+    widths = [base * times for times in fields.listed("channel_multiplier") or (1, 1, 2, 2, 4)]
+    attended = fields.listed("attn_resolutions")
+    side = fields.number("resolution", default=256)
+    for stage, out in enumerate(widths):
+        blocks = fields.number("num_res_blocks")
+        total += 9 * (width * out + (2 * blocks - 1) * out**2)
+        total += width * out if width != out else 0
+        if side >> stage in ((16,) if attended is None else attended):
+            total += blocks * 4 * out**2
+        total += 9 * out**2 if stage < len(widths) - 1 else 0
+        width = out
+    total += (4 * 9 + 4) * width**2 + 9 * width * latent
+    yield Matrix("visual.convs", total, 1, "other", max_ranks=WHOLE)
+    codes = fields.number("codebook_size") + latent
+    yield Matrix("visual.codes", codes, fields.number("embed_dim"), "other", max_ranks=WHOLE)
+
+
+def wavtokenizer(fields: Fields) -> Iterator[Matrix]:
+    """Yields the convolutions and the LSTM that make tokens of Apertus 1.5's sounds."""
+    width, hidden = fields.number("num_filters"), fields.number("hidden_size")
+    total = width * fields.number("kernel_size") * fields.number("audio_channels", default=1)
+    for ratio in reversed(fields.listed("upsampling_ratios") or (6, 5, 5, 4)):
+        inner = width // fields.number("compress", default=2)
+        block = width * inner * (fields.number("residual_kernel_size", default=3) + 1)
+        block += width**2 if fields.first("use_conv_shortcut") is not False else 0
+        total += fields.number("num_residual_layers", default=1) * block
+        total += 2 * width * width * 2 * ratio
+        width *= 2
+    total += fields.number("num_lstm_layers", default=2) * 8 * width**2
+    total += hidden * width * fields.number("last_kernel_size", default=7)
+    yield Matrix("audio.convs", total, 1, "other", max_ranks=WHOLE)
+
+
+def whisper(fields: Fields, text_width: int) -> Iterator[Matrix]:
+    """Yields the matrices of Whisper's encoder before a language model, and of its projector.
+
+    modeling_voxtral.py, modeling_glmasr.py, modeling_qwen2_audio.py and
+    modeling_audioflamingo3.py of transformers 5.24.
+    """
+    width = fields.number("hidden_size", "d_model")
+    inner = fields.number("intermediate_size", "encoder_ffn_dim")
+    depth = fields.number("num_hidden_layers", "encoder_layers")
+    yield Matrix("audio.layer", 4 * width + 2 * inner, width, "tower", depth)
+    bins = fields.number("num_mel_bins", default=128)
+    yield Matrix("audio.convs", 3 * (bins + width), width, "other", max_ranks=WHOLE)
+    if fields.model_type != "glmasr":
+        positions = fields.number("max_source_positions", default=1500)
+        yield Matrix("audio.positions", positions, width, "other", max_ranks=WHOLE)
+    if fields.model_type == "qwen2_audio":
+        yield Matrix("audio.project", text_width, width, "tower")
+        return
+    inputs = inner if fields.model_type in ("voxtral", "glmasr") else width  # 4 frames, or one
+    between = 2 * text_width if fields.model_type == "glmasr" else text_width
+    yield Matrix("audio.project", between, inputs, "tower")
+    yield Matrix("audio.project", text_width, between, "tower")

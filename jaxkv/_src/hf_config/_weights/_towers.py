@@ -1,15 +1,19 @@
 """The matrices of encoders of images and sounds next to a language model. No jax."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._src.hf_config._fields import nested
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
 from jaxkv._src.hf_config._weights._other_towers import (
+    apertus_vision,
     dots3_audio,
     dots3_vision,
     inkling_audio,
     inkling_vision,
+    wavtokenizer,
+    whisper,
 )
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 
@@ -23,9 +27,10 @@ TWO_PROJECTIONS = frozenset(
     """
     llava llava_next llava_next_video llava_onevision vipllava internvl llama4 mistral3
     lighton_ocr kimi_k25 kimi_vl mistral_large4 deepseek_v41 minimax_m3 minimax_m3_vl hy_v4_vl
-    inkling2 step3p7
+    inkling2 step3p7 bailing_moe_v3_vl
     """.split()
 )
+WHISPER = frozenset("audioflamingo3 glmasr musicflamingo qwen2_audio voxtral".split())
 ALIGNED = frozenset("aya_vision cohere2_vision".split())
 # Model type of a tower -> what yields its matrices.
 OF_THEIR_OWN = {
@@ -33,11 +38,57 @@ OF_THEIR_OWN = {
     "dots3_note_audio_encoder": dots3_audio,
     "inkling_vision": inkling_vision,
     "inkling_audio": inkling_audio,
+    "apertus1p5_vision_tokenizer": apertus_vision,
+    "wavtokenizer_encoder": wavtokenizer,
 }
-UNDERSTOOD = QWEN | GLM | ONE_PROJECTION | TWO_PROJECTIONS | ALIGNED | {"mllama", "kimi_k3"}
+UNDERSTOOD = QWEN | GLM | ONE_PROJECTION | TWO_PROJECTIONS | ALIGNED | WHISPER
+UNDERSTOOD |= {"mllama", "kimi_k3"}
+# Model type of a tower -> what its class of transformers 5.24 assumes, beside width and depth.
+TIMES_2 = {"temporal_patch_size": 2, "spatial_merge_size": 2}
+BASE, QWEN3 = {"intermediate_size": 3072}, {"intermediate_size": 4304, "patch_size": 16, **TIMES_2}
+GLM4V = {"patch_size": 14, **TIMES_2}
+ASSUMED: Mapping[str, Mapping[str, Any]] = {
+    "clip_vision_model": {**BASE, "patch_size": 32},
+    "idefics3_vision": {**BASE, "patch_size": 32},
+    "smolvlm_vision": {**BASE, "patch_size": 32},
+    "siglip_vision_model": {**BASE, "patch_size": 16},
+    "pixtral": {"intermediate_size": 4096, "patch_size": 16},
+    "internvl_vision": {"intermediate_size": 4096, "patch_size": 14},
+    "kimi_k25_vision": {"intermediate_size": 4304, "patch_size": 14},
+    "llama4_vision_model": {"intermediate_size": 5632, "patch_size": 14},
+    "step3p5_vision": {"patch_size": 14},
+    "hy_v4_vl_vision": {"intermediate_size": 6144, "patch_size": 16, "spatial_merge_size": 2},
+    "inkling2_vision": {"patch_size": 20, "spatial_merge_size": 2},
+    "minimax_m3_vl_vision": {"intermediate_size": 5120, "patch_size": 14, **TIMES_2},
+    "qwen2_vl_vision": {"embed_dim": 1280, "mlp_ratio": 4, "patch_size": 14, **TIMES_2},
+    "qwen2_5_vl_vision": {"intermediate_size": 3420, "patch_size": 14, **TIMES_2},
+    "qwen3_vl_vision": {**QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
+    "qwen3_vl_moe_vision": {**QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
+    **dict.fromkeys(("qwen3_5_vision", "qwen3_5_moe_vision", "qwen4_exp_vision"), QWEN3),
+    "qwen3_moe_vit": QWEN3,  # vllm/transformers_utils/configs/bailing_moe_v3_vl.py, version 0.33
+    **dict.fromkeys(("glm4v_vision", "glm4v_moe_vision", "glm5_next_vision"), GLM4V),
+    "mllama_vision_model": {
+        **{"intermediate_size": 5120, "patch_size": 14, "image_size": 448, "max_num_tiles": 4},
+        **{"num_global_layers": 8, "vision_output_dim": 7680, "supported_aspect_ratios": [1] * 8},
+    },
+}
+# Model type of a tower -> wrappers whose files leave it out; of others it is theirs, "_vision".
+USUAL = {
+    "clip_vision_model": "llava llava_next llava_next_video vipllava",
+    "siglip_vision_model": """
+        aya_vision cohere2_vision gemma3 llava_onevision paligemma shieldgemma2
+    """,
+    "glm4v_vision": "glm46v",
+    "llama4_vision_model": "llama4",
+    "mllama_vision_model": "mllama",
+    "pixtral": "lighton_ocr mistral3 mistral_large4",
+    "qwen3_moe_vit": "bailing_moe_v3_vl",
+    "step3p5_vision": "step3p7",
+}
+TOWER_OF = {outer: tower for tower, names in USUAL.items() for outer in names.split()}
 TOWERS = "vision_config", "audio_config"
-# Wrappers with towers of their own kinds, or not understood ones; files may leave them out.
-TEXT_ALONE = frozenset("apertus1p5 bailing_moe_v3_vl dots3_note inkling_mm_model".split())
+# Wrappers with towers of their own kinds; files may leave them out.
+TEXT_ALONE = frozenset("apertus1p5 dots3_note inkling_mm_model".split())
 
 
 def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
@@ -63,8 +114,8 @@ def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
                 continue
             if outer not in UNDERSTOOD:
                 raise ValueError(f"the sizes of the {name} of model_type={outer!r} are not known")
-            fields = Fields(outer, {**_sizes(level), **values})
-            tower = _kimi_k3 if outer == "kimi_k3" else _tower
+            fields = Fields(outer, {**_sizes(level), **_assumed(outer, values), **values})
+            tower = {"kimi_k3": _kimi_k3, **dict.fromkeys(WHISPER, whisper)}.get(outer, _tower)
             if values.get("model_type") == "gemma4_audio":
                 tower = _conformer
             yield from tower(fields, hidden)
@@ -74,6 +125,12 @@ def _sizes(level: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a wrapper that size its projector."""
     names = "alignment_intermediate_size", "downsample_factor"
     return {name: level[name] for name in names if name in level}
+
+
+def _assumed(outer: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what the class of a tower assumes where a file leaves it out."""
+    usual = TOWER_OF.get(outer, f"{outer}_vision")
+    return ASSUMED.get(str(values.get("model_type") or usual), {})
 
 
 def _conformer(fields: Fields, text_width: int) -> Iterable[Matrix]:
@@ -100,13 +157,13 @@ def _kimi_k3(fields: Fields, text_width: int) -> Iterable[Matrix]:
 
 def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
     """Yields the matrices of an encoder of images, and of the projector behind it."""
-    width = fields.number("hidden_size")
+    width = fields.number("hidden_size", "vt_hidden_size")
     if fields.model_type == "qwen2_vl":  # its hidden_size belongs to the language model
         width = fields.number("embed_dim", default=width)
     depth = fields.number("depth", "num_hidden_layers", "vt_num_hidden_layers")
     ratio = fields.first("mlp_ratio")
-    default = int(width * ratio) if isinstance(ratio, int | float) else 4 * width
-    inner = fields.number("intermediate_size", default=default)
+    default = int(width * ratio) if isinstance(ratio, int | float) else None
+    inner = fields.number("intermediate_size", "vt_intermediate_size", default=default)
     if fields.model_type in GLM:
         inner = fields.number("out_hidden_size")
     gated = fields.model_type in GATED
@@ -114,10 +171,9 @@ def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
     yield Matrix("visual.qkv", 3 * width, width, "tower", depth)
     yield Matrix("visual.proj", width, width, "tower", depth)
     yield from feed_forward("visual", width, inner, gated=gated, role="tower", count=depth)
-    patch = fields.first("patch_size")
-    if isinstance(patch, int):
-        pixels = 3 * patch**2 * fields.number("temporal_patch_size", default=1)
-        yield Matrix("visual.patch_embed", width, pixels, "other", max_ranks=WHOLE)
+    sides = fields.listed("patch_size") or [fields.number("patch_size")] * 2
+    pixels = 3 * math.prod(sides) * fields.number("temporal_patch_size", default=1)
+    yield Matrix("visual.patch_embed", width, pixels, "other", max_ranks=WHOLE)
     projector = _tiles if fields.number("max_num_tiles", default=0) else _projector
     yield from projector(fields, width, text_width)
 
