@@ -13,7 +13,8 @@ from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.prompt_parts import find_parts
 from pallas_kernels._recurrence.prompt_shape import COPIED, PromptShape
-from pallas_kernels._recurrence.prompt_states import CARRIED, NOTHING, pass_states
+from pallas_kernels._recurrence.prompt_states import pass_states
+from pallas_kernels._recurrence.prompt_states_block import CARRIED, NOTHING
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, Requests, Rule, Spans, Tokens
 
 GRANULE = 8  # tokens
