@@ -37,6 +37,7 @@ from jaxkv._src.specs import (
     FullAttentionSpec,
     LayerSpec,
     MLASpec,
+    RingSpec,
     SharedKVSpec,
     SlidingWindowSpec,
     StateSpec,
@@ -281,7 +282,7 @@ def test_a_file_as_published_is_read_and_counted_as_derived_by_hand(name: str) -
 # Without these a model has none of what they describe, or what transformers' class assumes.
 OPTIONAL = {
     *("layer_types", "kv_source_layers", "mamba_ssm_dtype", "n_input_layers", "n_recurrent_loops"),
-    *("indexer_head_dim", "ple_layer_ids", "loop_config", "loop_num_passes"),
+    *("indexer_head_dim", "ple_layer_ids", "loop_config", "loop_num_passes", "sparse_config"),
 }
 
 
@@ -297,6 +298,31 @@ def test_a_field_that_a_file_leaves_out_is_refused_or_changes_no_layer(name: str
         assert layers == layers_from_config(config), field
         with contextlib.suppress(ValueError):
             count_weights(less)
+
+
+def test_what_chooses_the_tokens_of_step_5_follows_its_sparse_config() -> None:
+    config = expanded(RAW["Step-5-preview"]["config"])
+    rings = layers_from_config(config, block_size=8, tensor_parallel=4, speculative_tokens=3)
+    ring = rings["layers.3.region_ring"]
+    assert isinstance(ring, RingSpec) and ring.block_size == 8 + 3  # more than a page's 6 rows
+    off = changed(config, "sparse_config", {"enabled": False})
+    kinds = {name.split(".", 2)[2] for name in layers_from_config(off)}
+    assert kinds == {"full_attention", "sliding_attention"} and len(layers_from_config(off)) == 92
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("PLaMo-3 of its class", "interleaved_sliding_window", [None] * 32, "it contradicts the"),
+        ("MiMo-V2.6-Pro of 2 layers", "layer_types", ["full_attention"] * 2, "contradicts layer_"),
+        ("K2-Horizon-MoVA, sizes of a sketch", "mova_num_experts", 8, "=8 may give the size of w"),
+    ],
+)
+def test_a_field_of_the_newest_models_that_does_not_fit_is_refused(
+    name: str, field: str, value: object, message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{message}"):
+        count_weights(changed(expanded(RAW[name]["config"]), field, value))
 
 
 # Files of Gemma 4 and Ling name in their place what RAW and ROWS have.

@@ -14,8 +14,10 @@ from jaxkv._src.hf_config import (
     _indexed,
     _inkling,
     _linear,
+    _local,
     _mamba,
     _mla,
+    _step5,
     _zamba,
 )
 from jaxkv._src.hf_config._family import Family
@@ -54,6 +56,7 @@ INKLING = {
     "model_max_length": "max_position_embeddings",
 }
 SWITCH = {"layer_switch": "sliding_window_pattern"}
+STEP = {"num_attention_groups": "num_key_value_heads", "moe_num_experts": "n_routed_experts"}
 NUM_LAYERS = {"num_layers": "num_hidden_layers"}
 # Sizes that the class assumes where a published wrapper does not give them.
 SEVEN_BILLION = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
@@ -85,9 +88,9 @@ DENSE: Mapping[str, Family] = {
     "llama": _dense_family(same=HEADS, inner={**SEVEN_BILLION, "max_position_embeddings": 2048}),
     **_each(
         """
-        Yi apertus apertus1p5_text arcee aria_text baichuan cohere deepseek_ocr2_text diffllama
-        flex_olmo granite granite4_vision_text granitemoe granitemoeshared hyperclovax internlm
-        internlm2 jais2 minicpm nanochat nemotron olmo olmo2 olmoe orion phi solar xverse
+        Yi apertus apertus1p5_text arcee aria_text baichuan cohere deepseek_ocr2_text
+        diffllama flex_olmo granite granite4_vision_text granitemoe granitemoeshared hyperclovax
+        internlm internlm2 jais2 minicpm nanochat nemotron olmo olmo2 olmoe orion phi solar xverse
         """,
         _dense_family(same=HEADS),
     ),
@@ -101,7 +104,8 @@ DENSE: Mapping[str, Family] = {
     # The same, but a file must name its KV heads, because the class assumes another number.
     **_each(
         """
-        bitnet chameleon emu3_text_model glm4v_text glm_ocr_text granite_docling_text stablelm
+        PanguEmbedded bitnet chameleon emu3_text_model glm4v_text glm_ocr_text granite_docling_text
+        stablelm
         """,
         _dense_family(),
     ),
@@ -132,6 +136,9 @@ DENSE: Mapping[str, Family] = {
     "dots1": _dense_family(
         rule=from_layer,
         defaults={"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 62},
+    ),
+    "k2_horizon": _dense_family(
+        rule=from_layer, attention=_dense.given, ignored=("rope_head_dim",)
     ),
     "smollm3": _dense_family(rule=without_rope),
     # A window in every layer, or in none.
@@ -170,16 +177,11 @@ DENSE: Mapping[str, Family] = {
     "cwm": _dense_family(rule=periodic(4, first=True), attention=_dense.given),
     **_each("granite_swa granitemoe_swa", _dense_family(rule=periodic(4, first=True))),
     **_each(
-        "beam flint kolibri1 laguna mellum muse_glimmer_text muse_spark_text",
+        "beam flint kolibri1 laguna mellum muse_glimmer_text muse_spark_text spark2_5",
         _dense_family(rule=by_list, attention=_dense.given),
     ),
-    "step3p5": Family(
-        read=_dense.step3p5,
-        names={
-            "num_attention_groups": "num_key_value_heads",
-            "moe_num_experts": "n_routed_experts",
-        },
-    ),
+    "step3p5": Family(read=_local.step3p5, names=STEP),
+    "step5": Family(read=_step5.step5, names={**STEP, "max_seq_len": "max_position_embeddings"}),
     "step3_text": _dense_family(
         attention=_dense.given,
         names={
@@ -188,11 +190,13 @@ DENSE: Mapping[str, Family] = {
         },
         ignored=("num_dense_kv_a_proj",),
     ),
-    "dory": Family(read=_dense.dory),
+    "dory": Family(read=_local.dory),
     **_each("minimax_m3_text minimax_m3_vl_text", Family(read=_indexed.minimax_m3)),
     **_each("inkling_text inkling2_text", Family(read=_inkling.inkling, names=INKLING)),
     "inkling2_loop_text": Family(read=_inkling.inkling2_loop, names=INKLING),
-    "mimo_v2_flash": Family(read=_heads.mimo_v2),
+    **_each("mimo_v2 mimo_v2_flash", Family(read=_heads.mimo_v2)),
+    "plamo3": Family(read=_local.plamo3, names={"window_size": "sliding_window"}),
+    "iquestloopcoder": Family(read=_local.loop_coder),
     # Heads that other fields describe.
     **_each(
         "gpt2 gptj gpt_neox_japanese codegen ctrl", Family(read=_heads.heads_of_all, names=GPT)
@@ -243,12 +247,12 @@ LATENT: Mapping[str, Family] = {
     **_each(
         """
         axk1 deepseek_v3 kimi_k2 glm4_moe_lite glm4_moe_lite_plus_plus minicpm3 mistral4
-        pangu_ultra_moe sarvam_mla youtu
+        pangu_ultra_moe sarvam_mla xing4_0 youtu
         """,
         Family(read=_mla.deepseek_v3),
     ),
     "deepseek_v2": Family(read=_mla.deepseek_v2),
-    "longcat_flash": Family(read=_mla.longcat),
+    **_each("longcat_flash longcat_flash_ngram", Family(read=_mla.longcat)),
     **_each("deepseek_v32 glm_moe_dsa", Family(read=_mla.deepseek_v32)),
     "deepseek_v4": Family(read=_mla.deepseek_v4),
     "deepseek_v41_text": Family(read=_deepseek_v41.deepseek_v41),
@@ -262,6 +266,7 @@ STATES: Mapping[str, Family] = {
     "qwen4_exp_text": Family(read=_indexed.qwen4_exp),
     "kimi_linear": Family(read=_linear.kimi_linear),
     "lara_mini": Family(read=_linear.lara),
+    "alice_ai": Family(read=_linear.alice_ai),
     "berrylm": Family(read=_linear.berrylm),
     "gigachat3_5": Family(read=_linear.gigachat),
     "bailing_hybrid": Family(read=_linear.bailing_hybrid),

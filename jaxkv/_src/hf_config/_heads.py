@@ -127,15 +127,19 @@ def mimo_attention(reader: ConfigReader, options: Options, kind: str) -> FullAtt
 
 
 def mimo_v2(reader: ConfigReader, options: Options) -> Layers:
-    """MiMo-V2-Flash: windows and full layers, with values that are narrower than the keys.
+    """MiMo-V2, 2.5 and 2.6: windows and full layers, with values that are narrower than the keys.
 
     Files of its makers write 1 in ``hybrid_layer_pattern`` for a layer with a window, which is
     ``sliding_window_size`` tokens before the current one.
     """
+    if reader.value("hybrid_layer_pattern") is None and reader.model_type != "mimo_v2_flash":
+        raise reader.lacks("hybrid_layer_pattern")
     if reader.value("hybrid_layer_pattern") is None:
         return attention_layers(reader, options, window_kinds(reader, by_list), mimo_attention)
     known = {"0": FULL, "1": SLIDING}
     kinds = reader.layer_kinds(known, field="hybrid_layer_pattern")
+    if kinds != reader.layer_kinds({FULL: FULL, SLIDING: SLIDING}, kinds):
+        raise reader.refusal("hybrid_layer_pattern", "it contradicts layer_types")
     full = mimo_attention(reader, options, FULL)
     local = full_attention(
         reader,

@@ -57,6 +57,25 @@ def berrylm(reader: ConfigReader, options: Options) -> Layers:
     return name_layers([(kind,) for kind in kinds], specs)
 
 
+def alice_ai(reader: ConfigReader, options: Options) -> Layers:
+    """AliceAI: Kimi delta attention by the names of gated delta nets, and full attention.
+
+    vllm/model_executor/models/alice_ai.py: matrices are float32, keys and values have the same
+    heads. Every fourth layer is full, unless the file says otherwise.
+    """
+    reader.default(full_attention_interval=4)
+    kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR}, _by_interval(reader))
+    heads, width = "linear_num_key_heads", "linear_key_head_dim"
+    reader.expect("linear_num_value_heads", reader.number(heads))
+    reader.expect("linear_value_head_dim", reader.number(width))
+    reader.expect("mamba_ssm_dtype", "float32")
+    reader.ignore("number_of_conv_states")
+    delta = delta_attention(reader, options, heads, width, CONV)
+    return name_layers(
+        [(k,) for k in kinds], {FULL: full_attention(reader, options), LINEAR: delta}
+    )
+
+
 def gigachat(reader: ConfigReader, options: Options) -> Layers:
     """GigaChat 3.5: gated delta nets, and the latent attention of ``full_attention_layers``.
 

@@ -64,6 +64,7 @@ WRAPPED = {
     "qwen3_vl_text": "cosmos3_omni",
     "step3_text": "step3_vl",
     "step3p5": "step3p7",
+    "step5": "step5_vl",
 }
 # Wrappers whose files may leave out other sizes than those of the class of their language model.
 OWN_SIZES: dict[str, dict[str, Any]] = {

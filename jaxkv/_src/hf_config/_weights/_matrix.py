@@ -14,7 +14,7 @@ Role = Literal["linear", "expert", "head", "tower", "table", "other"]
 WHOLE = 1
 
 # Names of fields that may size a matrix.
-SIZED = re.compile(r"(^|_)(size|dim|rank|width|embeddings|hidden|inner|ffn)s?$")
+SIZED = re.compile(r"(^|_)(size|dim|rank|width|embeddings|hidden|inner|ffn)s?$|^mova_num_experts$")
 # Fields that match and size none, or one that is less than a thousandth of a model.
 UNSIZED = frozenset(
     """

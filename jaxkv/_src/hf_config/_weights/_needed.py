@@ -22,15 +22,16 @@ NEEDED = {
         glm_moe_dsa granitemoehybrid hy_v3 hy_v4 hy_v4_vl_text inkling_text kimi_k2 kimi_linear
         kolibri1 laguna lara_mini mistral4 mistral_large4_text nemotron_h qwen2_moe qwen3_next
         qwen4_exp_text sarvam_mla sarvam_moe solar_open step3p5
+        xing4_0
     """,
     LAYERS_WITH_EXPERTS: """
         afmoe axk1 beam deepseek_v3 deepseek_v32 ernie4_5_moe exaone_moe flint glm4_moe
-        glm4_moe_lite glm4v_moe_text glm_moe_dsa hy_v3 kimi_k2 kimi_linear laguna mimo_v2_flash
-        sarvam_mla sarvam_moe step3p5
+        glm4_moe_lite glm4v_moe_text glm_moe_dsa hy_v3 kimi_k2 kimi_linear laguna mimo_v2
+        mimo_v2_flash sarvam_mla sarvam_moe step3p5 xing4_0
     """,
     ("q_lora_rank",): """
         axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm5_next_text
-        glm_moe_dsa hy_v4 hy_v4_vl_text kimi_k2 minicpm3 mistral4 youtu
+        glm_moe_dsa hy_v4 hy_v4_vl_text kimi_k2 minicpm3 mistral4 xing4_0 youtu
     """,
     ("index_n_heads", "indexer_n_heads"): """
         axk2 deepseek_v32 dots3_note_text glm5_next_text glm_moe_dsa hy_v4 hy_v4_vl_text

@@ -48,11 +48,12 @@ PLAIN = """
     helium diffllama bitnet iquestcoder flex_olmo laguna mistral4 pangu_ultra_moe step3p5
     axk2 deepseek_v41_text dots3_note_text hy_v4 hy_v4_vl_text inkling_text inkling2_text
     minimax_m3_text minimax_m3_vl_text mistral_large4_text sarvam_mla sarvam_moe aria_text flint
-    granitemoe_swa kolibri1 mellum hunyuan_v1_dense hunyuan_v1_moe
+    granitemoe_swa kolibri1 mellum hunyuan_v1_dense hunyuan_v1_moe iquestloopcoder k2_horizon
+    mimo_v2 xing4_0 PanguEmbedded
 """
 TIED = """
     gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
-    granite_swa youtu vaultgemma gemma4_unified_text
+    granite_swa youtu vaultgemma gemma4_unified_text plamo3 spark2_5
 """
 TRAITS = {
     **dict.fromkeys(PLAIN.split(), Traits()),
