@@ -205,18 +205,19 @@ def delta(inputs: Any, decay: Any, beta: Any, data: Any, *ids: Any) -> Any:
 
 
 def replay(
-    dtype: Any, inputs: Any, decay: Any, beta: Any, weights: Any, data: Any, *ids: Any
+    dtype: Any, drafts: int, inputs: Any, decay: Any, beta: Any, weights: Any, data: Any, *ids: Any
 ) -> Any:
     """Tokens of a layer whose pages have rings of 16 tokens."""
-    windows = kernels.StatePages(data, BF16, (3, inputs.shape[1]), num_pages=8)
+    windows = kernels.StatePages(data, BF16, (3 + drafts, inputs.shape[1]), num_pages=8)
     states = kernels.StatePages(data, dtype, (4, 128, 128), num_pages=8, start=windows.num_bytes)
     parts, start = [], states.start + states.num_bytes
-    terms = 1 if states.itemsize == 4 else 3
+    terms = (1 if states.itemsize == 4 else 3) + (drafts > 0)
     for shape in ((2, 16, 128), (4, 16, 128), (4, terms, 16)):
         parts.append(states._replace(shape=shape, start=start))
         start += parts[-1].num_bytes
-    requests = kernels.RequestStates(*ids[:2], *ids[3:], num_computed_tokens=ids[2])
-    conv, rings = kernels.Convolution(windows, weights), kernels.Replay(*parts)
+    most = {"max_query_len": 1 + drafts} if drafts else {}
+    requests = kernels.RequestStates(*ids[:2], *ids[3:], num_computed_tokens=ids[2], **most)
+    conv, rings = kernels.Convolution(windows, weights), kernels.Replay(*parts, drafts=drafts)
     given = inputs, decay, beta, states, requests
     return kernels.gated_delta_rule(*given, num_key_heads=2, convolution=conv, replay=rings)
 
@@ -230,9 +231,11 @@ def recurrences() -> Iterator[tuple[str, Any, Any]]:
     for name, dtype in ((", f32", F32), (", bf16", BF16)):
         given = struct((4, 8 * 128), BF16), struct((4, 4), F32), struct((4, 4), F32)
         given = *given, struct((4, 8 * 128), BF16), struct((8, 2**20), jnp.uint8), IDS, IDS, IDS
-        yield f"replay{name}", functools.partial(replay, dtype), given
+        yield f"replay{name}", functools.partial(replay, dtype, 0), given
+        drafted = [struct((16, *one.shape[1:]), one.dtype) for one in given[:3]] + [*given[3:]]
+        yield f"replay of drafts{name}", functools.partial(replay, dtype, 3), (*drafted, STARTS)
         given = [struct((256, *one.shape[1:]), one.dtype) for one in given[:3]] + [*given[3:]]
-        yield f"replay of prompts{name}", functools.partial(replay, dtype), (*given, STARTS)
+        yield f"replay of prompts{name}", functools.partial(replay, dtype, 0), (*given, STARTS)
     for name, key in (("", ()), (", decay per key", (128,))):
         for tokens, starts in ((4, []), (256, [STARTS])):
             given = struct((tokens, 8 * 128), BF16), struct((tokens, 4, *key), F32)

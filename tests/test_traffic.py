@@ -9,7 +9,7 @@ import pytest
 from tests.traffic.sessions import run_traffic
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
-SEEDS = (12, 17, 18, 19, 31, 33, 36, 42, 162)  # of every kind of layer, and short to compile
+SEEDS = (12, 14, 17, 18, 19, 31, 36, 42, 162)  # of every kind of layer, and short to compile
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -33,6 +33,7 @@ def convolve_step(
         jnp.asarray(pages.first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
+        *([requests.tokens_before()] if conv.takes_drafts else []),
         *(requests.spans.arrays() if requests.spans else ()),
         inputs,
         conv.weights,
@@ -62,6 +63,7 @@ class _Convolver:
         self.conv, self.pages, self.writes = conv, conv.pages, requests.write_ids.shape[1]
         rest = iter(refs)
         self.first, self.read_ids, self.write_ids = (next(rest) for _ in range(3))
+        self.computed: Ref = next(rest) if conv.takes_drafts else None
         spans: list[Ref] = [None if requests.spans is None else next(rest) for _ in range(3)]
         self.starts, self.counts, self.after = spans
         self.inputs, self.weights = next(rest), next(rest)
@@ -98,14 +100,52 @@ class _Convolver:
             def _(total: Array = total, position: Array = position) -> None:
                 self.out[position, self.channels] = total.astype(self.out.dtype)
 
-            self._save(window, t, count)
+            if self.computed is None:
+                self._save(window, t, count)
+            else:
+                self._save_newest(window[-1], t, count)
 
     def _resume(self) -> tuple[list[Array], Array]:
         """Returns the inputs to resume from, zeros without a page, and whether there is one."""
         extent, is_known = self._page(self.read_ids[self.request])
-        before = [self._load(self._saved_input(extent, j)) for j in range(self.conv.width - 1)]
-        known = lax.broadcast(is_known, (self.size,))
-        return [jnp.where(known, value, 0.0) for value in before], is_known
+        rows: list[Array | int] = [*range(self.conv.width - 1)]
+        are_there = [is_known] * len(rows)
+        if self.computed is not None:
+            places = [self.computed[self.request] - (self.conv.width - 1) + j for j in rows]
+            rows = [self._row_of(place) for place in places]
+            are_there = [is_known & (place >= 0) for place in places]
+        before = [self._load(self._saved_input(extent, row)) for row in rows]
+        given = [lax.broadcast(is_there, (self.size,)) for is_there in are_there]
+        window = [jnp.where(*one, 0.0) for one in zip(given, before, strict=True)]
+        if self.computed is not None:
+            self._move(window, rows)
+        return window, is_known
+
+    def _row_of(self, position: Array) -> Array:
+        """Returns the row of the input at a position, from ``1 - width`` on."""
+        rows = self.pages.shape[0]
+        return lax.rem(position + rows, rows)
+
+    def _move(self, window: list[Array], rows: list[Array | int]) -> None:
+        """Writes the inputs to resume from to another page."""
+        target, is_known = self._page(self.write_ids[self.request, 0])
+        is_needed = True if self.counts is None else self.counts[self.request] > 0
+
+        @pl.when(
+            is_known & is_needed & (self.read_ids[self.request] != self.write_ids[self.request, 0])
+        )
+        def _() -> None:
+            for row, value in zip(rows, window, strict=True):
+                self._saved_input(target, row)[...] = value.astype(self.pages.dtype)
+
+    def _save_newest(self, newest: Array, t: int, count: Array | int) -> None:
+        """Writes the input of token ``t`` to its row."""
+        target, is_known = self._page(self.write_ids[self.request, 0])
+        row = self._row_of(self.computed[self.request] + t)
+
+        @pl.when(is_known & (t < count))
+        def _() -> None:
+            self._saved_input(target, row)[...] = newest.astype(self.pages.dtype)
 
     def _save(self, window: list[Array], t: int, count: Array | int) -> None:
         """Writes the last inputs to the pages that take them after token ``t``."""
@@ -128,8 +168,8 @@ class _Convolver:
         is_known = (page >= 0) & (page < self.pages.num_pages)
         return self.first[0] + jnp.where(is_known, page, 0) * self.pages.page_step, is_known
 
-    def _saved_input(self, extent: Array, j: int) -> Ref:
-        """Returns a reference to the ``j``-th input that a page saves."""
+    def _saved_input(self, extent: Array, j: Array | int) -> Ref:
+        """Returns a reference to the input in row ``j`` of those that a page saves."""
         start = self.pages.start // self.pages.itemsize + j * self.conv.weights.shape[1]
         column = pl.multiple_of(start + self.channel, self.vector)
         return self.data.at[extent, pl.ds(column, self.size)]

@@ -58,9 +58,9 @@ def _newest(conv: Convolution, stored: Array, requests: Requests) -> Array:
         return stored
     saved, rows = conv.width - 1, stored.shape[1]
     steps = jnp.arange(saved, dtype=jnp.int32)[None]
-    row = (requests.tokens_before()[:, None] - saved + steps) % rows
-    # Rows of positions before the first token are zeros: drafts do not get there.
-    return jnp.take_along_axis(stored, row[..., None], axis=1)
+    position = (requests.tokens_before()[:, None] - saved + steps)[..., None]
+    newest = jnp.take_along_axis(stored, position % rows, axis=1)
+    return jnp.where(position >= 0, newest, 0)
 
 
 def _written_by_position(

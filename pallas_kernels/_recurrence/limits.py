@@ -23,7 +23,7 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
         `MAX_STEP_TOKENS`.
     """
     states, item = tokens.states, tokens.states.itemsize
-    if tokens.replay is not None and (reason := _why_not_replay(rule, tokens.replay)):
+    if tokens.replay is not None and (reason := _why_not_replay(rule, tokens.replay, requests)):
         return reason
     inner = min(item, tokens.inputs.dtype.itemsize)
     line = 128 // inner  # elements of a memory transaction
@@ -58,10 +58,8 @@ def why_not_step(rule: Rule, tokens: Tokens, requests: Requests, most: int) -> s
     return None
 
 
-def _why_not_replay(rule: Rule, replay: Replay) -> str | None:
+def _why_not_replay(rule: Rule, replay: Replay, requests: Requests) -> str | None:
     """Returns why the kernel does not support rings, or None if it does."""
-    if replay.drafts:
-        return f"replay takes {replay.drafts} drafts, and the kernel none"
     if rule.key_size != 128 or rule.value_size not in (64, 128):
         return (
             f"keys are {rule.key_size} wide and values {rule.value_size}, and with replay the "
@@ -69,6 +67,8 @@ def _why_not_replay(rule: Rule, replay: Replay) -> str | None:
         )
     if replay.rows not in (LOADED // 2, LOADED):
         return f"replay has {replay.rows} tokens, and the kernel takes {LOADED // 2} or {LOADED}"
+    if replay.drafts and requests.spans is not None and requests.spans.write_after is not None:
+        return "replay takes drafts, and requests have write_after"
     if any(part.start % (rule.key_size * part.itemsize) for part in replay.arrays):
         return "rings do not begin at multiples of a key's bytes"
     return None
@@ -99,8 +99,6 @@ def why_not_prompt(rule: Rule, tokens: Tokens, out: jnp.dtype) -> str | None:
 def why_not_convolution(conv: Convolution) -> str | None:
     """Returns why the Mosaic kernels of a convolution do not support it, or None if they do."""
     channels = conv.weights.shape[1]
-    if conv.takes_drafts:
-        return "pages have inputs of drafts, which the kernel does not take"
     if not channels_per_thread(conv):
         return f"{channels} channels are no multiple of {THREADS}, or extents are no whole elements"
     return None

@@ -15,8 +15,10 @@ from pallas_kernels._recurrence.conv_xla import convolve_xla
 from pallas_kernels._recurrence.limits import MAX_STEP_TOKENS, why_not_convolution, why_not_prompt
 from pallas_kernels._recurrence.prompt import GRANULE, run_prompts
 from pallas_kernels._recurrence.prompt_conv import convolve_prompts
-from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
+from pallas_kernels._recurrence.rings import empty_rings
+from pallas_kernels._recurrence.rule import Convolution, Replay, Requests, Rule, Spans, Tokens
 from pallas_kernels._recurrence.step import can_fuse, step_mosaic
+from pallas_kernels._recurrence.step_drafts import FLUSH
 from pallas_kernels._recurrence.xla import run_chunks
 from pallas_kernels._zero_blocks import zero_blocks
 
@@ -45,6 +47,10 @@ def run_mosaic(
     wanted = jax.ShapeDtypeStruct((rows, rule.value_heads, rule.value_size), out)
     if spans is None:
         return step_mosaic(rule, tokens, requests, conv, 1, wanted)
+    if tokens.replay is not None and tokens.replay.drafts:
+        given = rule, tokens, requests, tokens.replay
+        data, outputs = _run_drafts(*given, most, by_kernels, wanted)
+        return data, clear_padding(requests, outputs)[:count]
     if most <= MAX_STEP_TOKENS and tokens.replay is None:
         data, outputs = step_mosaic(rule, tokens, requests, None, most, wanted)
         return data, clear_padding(requests, outputs)
@@ -64,6 +70,34 @@ def run_mosaic(
         tokens = tokens.after(data, tokens.inputs)
         data, outputs = run_part(rule, tokens, *part, outputs)
     return data, clear_padding(requests, outputs)[:count]
+
+
+def _run_drafts(
+    rule: Rule,
+    tokens: Tokens,
+    requests: Requests,
+    replay: Replay,
+    most: int,
+    by_kernels: bool,
+    wanted: jax.ShapeDtypeStruct,
+) -> tuple[Array, Array]:
+    """Runs requests over rings that take drafts, of which longer ones leave none."""
+    few, spans = 1 + replay.drafts, requests.spans or Spans.from_batch_size(requests.batch)
+    if most <= few:
+        return step_mosaic(rule, tokens, requests, None, most, wanted)
+    are_few, longer = spans.counts <= few, spans.only(spans.counts > few)
+    first = spans.only(are_few)
+    if by_kernels:  # which know states alone
+        first = spans._replace(counts=jnp.where(are_few, spans.counts, FLUSH))
+    data, outputs = step_mosaic(rule, tokens, requests._replace(spans=first), None, few, wanted)
+    tokens = tokens.after(data, tokens.inputs)
+    if not by_kernels:
+        return _run_chunks(rule, tokens, requests._replace(spans=longer), longer, outputs)
+    page = jnp.where(are_few, -1, requests.last_page())
+    others = requests._replace(read_ids=page, spans=longer)
+    data, outputs = run_prompts(rule, tokens, others, longer, outputs)
+    elements = empty_rings(replay, tokens.states._replace(data=data).typed().data, page)
+    return from_words(elements, data), outputs
 
 
 def _run_few(
@@ -97,7 +131,8 @@ def convolve_mosaic(
       most: most tokens of a request.
       rows: of the outputs of prompts, at least T; None: T.
     """
-    if why_not_convolution(conv):
+    lists_pages = requests.spans is not None and requests.spans.write_after is not None
+    if why_not_convolution(conv) or (conv.takes_drafts and lists_pages):
         typed = conv._replace(pages=conv.pages.typed())
         elements, out = convolve_xla(typed, inputs, requests)
         return from_words(elements, conv.pages.data), out

@@ -21,6 +21,7 @@ from pallas_kernels._mosaic import Ref, Scratch, call_unfused, tiled_by, writabl
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
 from pallas_kernels._recurrence.step_decode import ReplayDecoder
+from pallas_kernels._recurrence.step_drafts import DraftReplayer
 from pallas_kernels._recurrence.step_kernel import Stepper
 from pallas_kernels._recurrence.step_replay import Replayer
 from pallas_kernels._recurrence.step_shape import StepShape, step_shape
@@ -56,7 +57,9 @@ def step_mosaic(
         rings = tuple(part.start // (width * states.itemsize) for part in tokens.replay.arrays)
 
     def kernel(*refs: Ref) -> None:
-        if shape.replay and shape.tokens == 1:
+        if shape.drafts:
+            DraftReplayer(shape, head, conv_start, rings, refs).run()
+        elif shape.replay and shape.tokens == 1:
             ReplayDecoder(shape, head, conv_start, rings, refs).run()
         elif shape.replay:
             Replayer(shape, head, conv_start, rings, refs).run()
@@ -128,7 +131,7 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
         return False
     if rule.key_size % 128 or rule.value_size % 128 or requests.spans is not None:
         return False
-    if tokens.replay is not None and rule.group > MOST_HEADS:
+    if conv.takes_drafts or (tokens.replay is not None and rule.group > MOST_HEADS):
         return False
     ratio = states.itemsize // pages.itemsize
     dtype = jnp.dtype(pages.dtype)

@@ -75,6 +75,14 @@ class StepRing:
         """Returns how many rows of the ring there are to read."""
         return jnp.where(item.is_known, self.filled(item), 0)
 
+    def old_row(self, item: Item, i: Array) -> Array:
+        """Returns the ring row of a token before the item's, counted from the checkpoint."""
+        return i
+
+    def new_row(self, item: Item, t: Array | int) -> Array:
+        """Returns the ring row of one of the item's tokens."""
+        return self.filled(item) + t
+
     def is_last(self, item: Item) -> Array:
         """Returns whether the item's last token is followed by a checkpoint."""
         return self.filled(item) + item.count == self.length
@@ -170,7 +178,7 @@ class StepRing:
 
     def store_total(self, item: Item, write: tuple[Array, Array], j: int, total: Array) -> None:
         page, is_known = write
-        for term in range(self.shape.terms):
+        for term in range(self.shape.terms - bool(self.shape.drafts)):
             part = total.astype(self.shape.page)
             total = total - part.astype(jnp.float32)
             row, column = self._totals(page, item, j, term)
@@ -191,7 +199,7 @@ class StepRing:
         def add(turn: Array, state: Array) -> Array:
             for n in range(TOGETHER):  # to hide the latency
                 i = turn * TOGETHER + n
-                is_there = i < known
+                is_there, i = i < known, self.old_row(item, i)
                 added = load(self.added_at(j, i, part), self.row) * self.weights[j, 2, i]
                 added = jnp.where(lax.broadcast(is_there, added.shape), added, 0.0)
                 key = load(self.keys.at[i], self.column)
@@ -210,7 +218,7 @@ class StepRing:
 
         @pl.when(is_known & (lax.rem(item.head, self.rule.group) == 0) & (item.tile == 0))
         def _() -> None:
-            store(self._key_row(page, item, self.filled(item) + t), key.astype(self.shape.page))
+            store(self._key_row(page, item, self.new_row(item, t)), key.astype(self.shape.page))
 
     def store_added(
         self,
@@ -227,7 +235,7 @@ class StepRing:
         @pl.when(is_known)
         def _() -> None:
             part = start, self.shape.rows
-            row = self.added_row(page, item, j, self.filled(item) + t, part)
+            row = self.added_row(page, item, j, self.new_row(item, t), part)
             store(row, added.astype(self.shape.page))
 
     def move(self, item: Item, page: Array) -> None:
@@ -235,6 +243,7 @@ class StepRing:
 
         @pl.loop(0, self.filled(item))
         def _(i: Array) -> None:
+            i = self.old_row(item, i)
             keys = load(self.keys.at[i], self.vector)
             moved = [(self._key_row(page, item, i), keys)]
             for j, part in itertools.product(range(self.shape.heads), self.parts):

@@ -14,6 +14,8 @@ TILE_BYTES = 16 * 1024  # of a tile of a state: what a thread block works on at 
 RING_TILE_BYTES = 8 * 1024  # the same of several tokens with rings, which take registers, too
 DECODE_ROWS = 32  # of a tile of one token with a ring: more take more registers
 DECODE_STAGES = {4: 3, 2: 4}  # of those, by the bytes of a number: three thread blocks fit
+DRAFT_ROWS = 64  # of a tile of a few tokens with a ring that takes drafts
+LEAST_BLOCKS = 512  # each of which computes a whole head of these; of fewer, each has one tile
 STAGES = 4  # tiles that a thread block has in shared memory
 SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
 BARRIER_BYTES = 8
@@ -40,7 +42,9 @@ class StepShape(NamedTuple):
     by_tma: whether TMA copies; else states by cp.async, and the rest by loads and stores.
     replay: tokens of a ring; 0: none.
     terms: numbers that the logarithm of a decay is the sum of, in a ring.
-    parts: thread blocks of a head, each with one tile; 1: one computes all tiles of its heads.
+    parts: thread blocks of a head, with equal numbers of its tiles; 1: one computes all tiles of
+      its heads.
+    drafts, limit: of a ring, as `Replay` has them.
     """
 
     rule: Rule
@@ -64,6 +68,8 @@ class StepShape(NamedTuple):
     replay: int = 0
     terms: int = 1
     parts: int = 1
+    drafts: int = 0
+    limit: int = 0
 
     @property
     def tiles(self) -> int:
@@ -115,6 +121,8 @@ class StepShape(NamedTuple):
         keys: tuple[tuple[int, ...], DTypeLike] = ((LOADED, rule.key_size), self.page)
         weights: tuple[tuple[int, ...], DTypeLike] = ((heads, 3, LOADED), jnp.float32)
         added = (heads, self.replay * rule.value_size // rule.key_size, rule.key_size), self.page
+        if self.drafts:
+            return [keys, weights, added, ((2 * self.tokens, rule.key_size), jnp.float32)]
         if self.tokens > 1:
             return [keys, weights, added]
         vectors = ((rule.key_size,), jnp.float32), ((2, heads * rule.value_size), jnp.float32)
@@ -153,7 +161,8 @@ def step_shape(
     states, width, size = tokens.states, rule.key_size, tokens.states.itemsize
     tile_bytes = TILE_BYTES if tokens.replay is None else RING_TILE_BYTES
     rows = max(16, min(rule.value_size, tile_bytes // (width * size)))
-    decodes = tokens.replay is not None and most == 1
+    drafts = 0 if tokens.replay is None else tokens.replay.drafts
+    decodes = tokens.replay is not None and most == 1 and not drafts
     rows = math.gcd(DECODE_ROWS if decodes else rows, rule.value_size)
     heads = rule.group if conv is not None else 1
     while heads * rule.value_size // rows < STAGES and rule.group % (2 * heads) == 0:
@@ -165,6 +174,10 @@ def step_shape(
     parts = 1
     if tokens.replay is not None and most > 1:  # of few requests, whose time counts
         heads, parts = 1, rule.value_size // rows
+    if drafts:
+        rows = math.gcd(DRAFT_ROWS, rule.value_size)
+        enough = requests.batch * rule.value_heads >= LEAST_BLOCKS
+        heads, parts = 1, 1 if enough else rule.value_size // rows
     stages = min(
         DECODE_STAGES[size] if decodes else STAGES, heads * rule.value_size // rows // parts
     )
@@ -190,4 +203,6 @@ def step_shape(
         replay=0 if tokens.replay is None else tokens.replay.rows,
         terms=1 if tokens.replay is None else tokens.replay.log_decay.shape[1],
         parts=parts,
+        drafts=drafts,
+        limit=0 if tokens.replay is None else tokens.replay.limit,
     )

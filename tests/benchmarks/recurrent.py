@@ -38,7 +38,7 @@ class RecurrentSpec(NamedTuple):
     rule: "delta", "delta per key" (each key channel has a decay of its own), or "scan".
     drafts: tokens after which a state is written, other than the last one, of each request.
     replay: tokens of a ring; 0: none. Requests are anywhere in theirs, so that a step writes some
-      checkpoints.
+      checkpoints; it takes drafts, if there are some, of which any number is accepted.
     """
 
     name: str
@@ -68,11 +68,16 @@ class RecurrentSpec(NamedTuple):
     @property
     def ring_shapes(self) -> tuple[tuple[int, int, int], ...]:
         item = jnp.dtype(self.state).itemsize
-        return replay_shapes(self.replay, self.state_shape, self.key_heads, item)
+        return replay_shapes(self.replay, self.state_shape, self.key_heads, item, self.drafts)
 
     @property
     def conv_bytes(self) -> int:
-        return (self.width - 1) * self.channels * 2
+        return self.window * self.channels * 2
+
+    @property
+    def window(self) -> int:
+        """Inputs of the convolution in a page."""
+        return self.width - 1 + (self.drafts if self.replay else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +87,9 @@ class RecurrentSpec(NamedTuple):
         """
         if self.replay:
             row = sum(map(math.prod, self.ring_shapes)) * jnp.dtype(self.state).itemsize
-            moved = self.state_bytes * (1 + 1 / self.replay) + row * (0.5 + 1 / self.replay)
+            every = self.replay - 2 * self.drafts - 1 if self.drafts else self.replay
+            share = (2 + self.drafts) / 2 / every  # of steps that write a checkpoint
+            moved = self.state_bytes * (1 + min(share, 1)) + row * (0.5 + 1 / self.replay)
             return int(len(self.counts) * moved)
         return len(self.counts) * (2 + self.drafts) * self.state_bytes
 
@@ -123,7 +130,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes * is_step)
         ours = add(default_implementation("recurrent_step"), time_ours(spec))
         rings = by_size(full=RINGS, small=RINGS, smallest=RINGS[:1])
-        for length in () if spec.rule == "delta per key" or spec.drafts else rings:
+        for length in () if spec.rule == "delta per key" else rings[: 1 if spec.drafts else None]:
             ringed = spec._replace(replay=length)
             num_bytes = ringed.num_bytes * is_step
             report.add(
@@ -167,9 +174,23 @@ def make_arrays(spec: RecurrentSpec) -> Arrays:
 def page_sets(spec: RecurrentSpec) -> list[np.ndarray]:
     """Returns ids of disjoint pages, int32[B, states]: calls take turns with them."""
     pages = np.random.default_rng(0).permutation(np.arange(1, POOL)).astype(np.int32)
-    size = len(spec.counts) * (1 + spec.drafts)
+    size = len(spec.counts) * (1 if spec.replay else 1 + spec.drafts)
     return [pages[i : i + size].reshape(len(spec.counts), -1)
             for i in range(0, max(1, POOL - size), size)]  # fmt: skip
+
+
+def places_of(spec: RecurrentSpec) -> list[np.ndarray]:
+    """Returns the tokens before each of some steps, [B]: those of the same pages take turns."""
+    batch = len(spec.counts)
+    if not (spec.replay and spec.drafts):
+        return [
+            np.arange(batch) + i if max(spec.counts) == 1 else np.zeros(batch) for i in range(16)
+        ]
+    rng, places = np.random.default_rng(1), list[np.ndarray]()
+    for turn in range(1024):
+        before = places[turn - len(page_sets(spec))] if turn >= len(page_sets(spec)) else 0
+        places.append(before + rng.integers(1, 1 + spec.drafts, batch, endpoint=True))
+    return places
 
 
 def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None) -> Times:
@@ -187,7 +208,7 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
         data: jax.Array, arrays: Arrays, ids: jax.Array, computed: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         states = StatePages(data, jnp.dtype(spec.state), spec.state_shape, POOL, start=start)
-        windows = StatePages(data, jnp.bfloat16, (spec.width - 1, spec.channels), POOL)
+        windows = StatePages(data, jnp.bfloat16, (spec.window, spec.channels), POOL)
         options: dict[str, Any] = {
             "convolution": Convolution(windows, arrays.weights),
             "implementation": implementation,
@@ -198,12 +219,13 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
             for shape in spec.ring_shapes:
                 parts.append(states._replace(shape=shape, start=begin))
                 begin += parts[-1].num_bytes
-            options["replay"] = Replay(*parts)
+            options["replay"] = Replay(*parts, drafts=spec.drafts)
             before = {"num_computed_tokens": computed}
         requests = RequestStates(ids[:, 0], ids[:, 0], **before)
         if not is_step:
             lists = {"query_start_loc": jnp.asarray(starts)}
-            lists |= {"write_after": jnp.asarray(after)} if spec.drafts else {}
+            has_states = spec.drafts and not spec.replay
+            lists |= {"write_after": jnp.asarray(after)} if has_states else {}
             most = int(counts.max())
             requests = RequestStates(ids[:, 0], ids, **lists, max_query_len=most, **before)
         given = arrays.inputs, arrays.log_decay, arrays.beta, states, requests
@@ -213,8 +235,7 @@ def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None)
 
     held = [jnp.full((POOL, size), 1, jnp.uint8)]  # small numbers in every dtype
     turns = itertools.cycle([jnp.asarray(ids) for ids in page_sets(spec)])
-    places = [np.arange(batch) + i if max(counts) == 1 else np.zeros(batch) for i in range(16)]
-    positions = itertools.cycle([jnp.asarray(place, jnp.int32) for place in places])
+    positions = itertools.cycle([jnp.asarray(place, jnp.int32) for place in places_of(spec)])
 
     def step() -> jax.Array:
         held[0], out = call(held[0], arrays, next(turns), next(positions))

@@ -16,10 +16,12 @@ from pallas_kernels import (
     Replay,
     RequestStates,
     StatePages,
+    _mosaic,
     gated_delta_rule,
     selective_scan,
 )
 from pallas_kernels._recurrence.rule import replay_shapes
+from tests.helpers import ON_GPU, kernels_run, needs_mosaic
 from tests.reference_recurrence import RecurrentCase, convolve, normalized
 
 PAGES, REQUESTS, TOKENS, STEPS = 9, 3, 24, 14
@@ -37,6 +39,8 @@ class Layer(NamedTuple):
     heads: int = 2
     key: int = 8
     value: int = 4
+    implementation: str = "xla"
+    inputs: Any = np.float32
 
     @property
     def channels(self) -> int:
@@ -45,7 +49,7 @@ class Layer(NamedTuple):
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], Any]]:
         """The arrays of a page, and their dtypes."""
-        window = (max(self.width - 1 + self.drafts, 1), self.channels), np.float32
+        window = (max(self.width - 1 + self.drafts, 1), self.channels), self.inputs
         states, item = (self.heads, self.value, self.key), np.dtype(self.state).itemsize
         rings = replay_shapes(self.rows, states, self.key_heads, item, self.drafts)
         return [window, *((shape, self.state) for shape in (states, *rings))]
@@ -57,6 +61,16 @@ LAYERS = {
         4, 1, width=2, delta=False, state=ml_dtypes.bfloat16, heads=1, key=1, value=1
     ),
 }
+KERNEL = Layer(
+    8,
+    2,
+    width=3,
+    delta=False,
+    key=128,
+    value=64,
+    inputs=ml_dtypes.bfloat16,
+    implementation="mosaic_gpu",
+)
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "form"))
@@ -73,7 +87,8 @@ def run(layer: Layer, form: str, data: Any, given: dict[str, Any], lists: dict[s
         most = 1 + layer.drafts if form == "few" else None
         args = lists["read"], lists["write"], lists["starts"], lists["lens"]
         requests = RequestStates(*args, max_query_len=most, num_computed_tokens=computed)
-    options = {"convolution": conv, "replay": Replay(*pages[2:], drafts=layer.drafts)}
+    options = {"implementation": layer.implementation, "convolution": conv}
+    options |= {"replay": Replay(*pages[2:], drafts=layer.drafts)}
     tokens = given["inputs"], given["log_decay"], given["beta"], pages[1], requests
     if layer.delta:
         return gated_delta_rule(*tokens, num_key_heads=layer.key_heads, **options)
@@ -109,13 +124,27 @@ class Request:
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_step_goes_on_after_the_drafts_that_were_accepted(name: str, seed: int) -> None:
     """Requests also begin, go on as others (forks), move to other pages, and have long prompts."""
-    layer, rng = LAYERS[name], np.random.default_rng(seed)
+    check(LAYERS[name], seed, STEPS)
+
+
+@needs_mosaic
+def test_the_kernel_goes_on_after_the_drafts_that_were_accepted(monkeypatch: Any) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
+    with kernels_run():
+        check(KERNEL, 1, STEPS if ON_GPU else 5)
+
+
+def check(layer: Layer, seed: int, steps: int) -> None:
+    rng = np.random.default_rng(seed)
     size = sum(np.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layer.shapes)
-    data = jnp.full((PAGES, size), 0xFF, jnp.uint8)  # NaN
+    row = layer.key * np.dtype(layer.state).itemsize  # of which kernels take whole ones
+    data = jnp.full((PAGES, -(-size // row) * row), 0xFF, jnp.uint8)  # NaN
     weights = rng.normal(size=(max(layer.width, 1), layer.channels)).astype(np.float32) / 2
     requests = [Request(layer, -1, []) for _ in range(REQUESTS)]
-    bound = 5e-5 if layer.state == np.float32 else 4e-2
-    for _ in range(STEPS):
+    is_exact = layer.state == layer.inputs == np.float32 and not ON_GPU
+    bound = 5e-5 if is_exact else 4e-2
+    for _ in range(steps):
         form = rng.choice(["one", "few", "any"])
         if form != "one" and rng.random() < 0.3:  # a fork, or a request that begins anew
             i, j = rng.integers(0, REQUESTS, 2)
@@ -128,7 +157,7 @@ def test_a_step_goes_on_after_the_drafts_that_were_accepted(name: str, seed: int
         padding = REQUESTS if form == "one" else TOKENS
         given = {"weights": weights}
         for n, like in token(layer, rng).items():
-            given[n] = np.full((padding, *like.shape), np.nan, np.float32)
+            given[n] = np.full((padding, *like.shape), np.nan, like.dtype)
             for array, one in zip(given[n], tokens, strict=False):
                 array[:] = one[n]
         shared = [r.page for r in requests]
@@ -163,4 +192,5 @@ def token(layer: Layer, rng: np.random.Generator) -> dict[str, np.ndarray]:
         "log_decay": -rng.exponential(size=layer.heads) * strength,
         "beta": rng.uniform(size=layer.heads),
     }
-    return {name: array.astype(np.float32) for name, array in token.items()}
+    token = {name: array.astype(np.float32) for name, array in token.items()}
+    return token | {"inputs": token["inputs"].astype(layer.inputs)}

@@ -63,8 +63,8 @@ def gated_delta(
     ``replay``, a step writes what its token adds to the state into a ring, and the state itself
     every L-th time; a decay for each key channel is refused then. The next step may resume after
     any token of one of up to ``1 + speculative_tokens``. The kernel of Hopper and later takes keys
-    of 128 channels, values of 64 or 128, and rings of 8 or 16 tokens without drafts; XLA computes
-    others, and takes longer than without ``replay``.
+    of 128 channels, values of 64 or 128, and rings of 8 or 16 tokens; XLA computes others, and
+    takes longer than without ``replay``.
 
     Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, and each
     rank computes its own; queries and keys of fewer heads than ranks are repeated. XLA moves the
