@@ -41,9 +41,6 @@ class Capabilities(NamedTuple):
         """Returns whether a GPU of this compute capability is among them."""
         return capability in KNOWN and self.least <= capability < self.end
 
-    def __str__(self) -> str:
-        return ", ".join(f"{major}.{minor}" for major, minor in filter(self.include, KNOWN))
-
 
 END = (KNOWN[-1][0] + 1, 0)
 ALL = Capabilities((8, 0), END)
@@ -78,7 +75,8 @@ Instructions = Literal[
     "wgmma, TMA",
     "wgmma, cp.async",
 ]
-# The one table of kernels, GPUs and instructions. `make lane-gpus` compiles all of it.
+# The one table of kernels, GPUs and instructions, of which a GPU takes the first that it has.
+# `make lane-gpus` compiles all of it.
 KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
     "zero_blocks": {"plain": ALL},
     "copy_blocks": {"plain": ALL},
@@ -107,7 +105,7 @@ KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
         "wgmma, TMA": HOPPER,
         "mma, TMA": BLACKWELL,
     },
-    "latent_rows": {"wgmma, cp.async": HOPPER},
+    "latent_rows": {"wgmma, cp.async": HOPPER, "mma, cp.async": ALL},
     "combine_latents": {"plain": ALL},
 }
 
@@ -199,7 +197,9 @@ def why_unsupported(kernels: Iterable[Kernel], any_platform: bool = False) -> st
         return None if any_platform else "the default device is not a GPU"
     for kernel in kernels:
         if instructions_of(kernel) is None:
-            listed = ", ".join(map(str, KERNELS[kernel].values()))
+            ranges = KERNELS[kernel].values()
+            known = [one for one in KNOWN if any(some.include(one) for some in ranges)]
+            listed = ", ".join(f"{major}.{minor}" for major, minor in known)
             return (
                 f"the kernel {kernel!r} needs compute capability {listed}, and this GPU has "
                 f"{capability[0]}.{capability[1]}"

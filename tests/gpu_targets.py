@@ -182,14 +182,13 @@ def attention() -> Iterator[tuple[str, Any, Any]]:
     given = struct((4, 128, 576), BF16), struct((99, 64, 1, 576), BF16), TABLES, IDS
     yield "latents of 128 heads", of_latents, given
     packed = functools.partial(attend, value_width=512, row_packing="fp8_ds_mla")
-    given = struct((4, 16, 576), BF16), struct((99, 64, 1, 656), jnp.uint8), TABLES, IDS
-    yield "latents, packed", packed, given
-    for name, run, width, dtype in (
-        ("", of_latents, 576, BF16),
-        (", packed", packed, 656, jnp.uint8),
-    ):
-        given = struct((4, 16, 576), BF16), struct((99, 1, 1, width), dtype), TABLES, IDS
-        yield f"rows of latents{name}", run, given
+    for heads, of_heads in ((16, ""), (128, " of 128 heads")):
+        queries, lists = struct((4, heads, 576), BF16), (TABLES, IDS)
+        given = queries, struct((99, 64, 1, 656), U8), *lists
+        yield f"latents, packed{of_heads}", packed, given
+        for name, run, width, dtype in (("", of_latents, 576, BF16), (", packed", packed, 656, U8)):
+            given = queries, struct((99, 1, 1, width), dtype), *lists
+            yield f"rows of latents{name}{of_heads}", run, given
 
 
 def convolve(dtype: Any, inputs: Any, weights: Any, bias: Any, data: Any, *ids: Any) -> Any:

@@ -329,8 +329,13 @@ def as_bytes(array: jax.Array, ndim: int) -> jax.Array:
     return data.reshape(*array.shape[:ndim], -1)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "implementation"))
-def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("case", "implementation", "capability"))
+def attend(
+    arguments: Arguments,
+    case: Case,
+    implementation: str,
+    capability: tuple[int, int] | None = None,  # each has a program of its own
+) -> tuple[jax.Array, jax.Array]:
     queries, pages, *arrays, first_positions, sinks, key_scale, value_scale = arguments
     return calls.attend(
         queries,
@@ -357,7 +362,8 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
 
 def check(case: Case, arguments: Arguments, implementation: str) -> None:
     with kernels_run():
-        out, lse = attend(arguments, case, implementation)
+        capability = _capability.compute_capability()
+        out, lse = attend(arguments, case, implementation, capability)
     check_output(case, arguments, out, lse)
 
 
@@ -408,4 +414,4 @@ def interpret_copies_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             target[i] = jnp.where(rows[i] < 0, jnp.zeros_like(row), row)
 
     monkeypatch.setattr(mla_rows, "start_tiled", start)
-    monkeypatch.setattr(mla_rows, "finish", lambda pending: None)
+    monkeypatch.setattr(mla_rows, "finish", lambda pending, **_: None)

@@ -33,6 +33,7 @@ from pallas_kernels._paged_attention.decode_block import (
     DecodeScratch,
     Outputs,
 )
+from pallas_kernels._paged_attention.decode_rows import RowSteps
 from pallas_kernels._paged_attention.decode_shape import (
     SCALE,
     SINKS,
@@ -83,13 +84,13 @@ def decode(
     """
     config, rows = shape.config, shape.rows
     results = (tasks.num_splits, config.kv_heads, rows)
-    decoder = _WarpDecoder if shape.by_warp else _Decoder
+    decoder = _WarpDecoder if shape.by_warp else _RowDecoder if shape.by_row else _Decoder
     queries = interleave(queries, shape.page, shape.is_4_bit) if shape.by_warp else queries
     threads: dict[str, Any] = {}
     params = plgpu.CompilerParams(approx_math=True)
     if shape.warpgroups > 1:
         threads = {"num_threads": shape.warpgroups, "thread_name": "warpgroup"}
-        # All warpgroups would exchange numbers in the same memory; see `over_keys`.
+    if shape.reduced:  # see `over_keys`
         params = dataclasses.replace(params, reduction_scratch_bytes=0)
     call = plgpu.kernel(
         lambda *refs: decoder(
@@ -152,10 +153,10 @@ class _Decoder(DecodeSteps):
         """Attends from a tile's queries to the keys of a part."""
         source = self.operands.queries.at[part.index, self.head]
         self.copies.start_query(source, self.query, self.smem.query_full, self.warpgroup)
-        stages, granules, request = self.shape.stages, self.steps.granules, part.tile.request
+        stages, granules = self.shape.stages, self.shape.hole_bits
 
         def begin(stage: Array, holes: Array) -> Array:
-            granule_rows, found = self._locate(request, part.first_step + stage)
+            granule_rows, found = self._locate(part.tile, part.first_step + stage)
             self._refill(stage < part.num_steps, granule_rows, stage)
             return holes | (found << (stage * granules))
 
@@ -167,7 +168,7 @@ class _Decoder(DecodeSteps):
             running, holes = carry
             stage, number = lax.rem(i, stages), part.first_step + i
             # Loads the ids of a later step before the wait for this one, to hide the latency.
-            granule_rows, found = self._locate(request, number + stages)
+            granule_rows, found = self._locate(part.tile, number + stages)
             mask, shift = (1 << granules) - 1, stage * granules
             is_last = i + stages >= part.num_steps
             here = Step(part.tile, number, stage, (holes >> shift) & mask, is_last)
@@ -219,7 +220,8 @@ class _Decoder(DecodeSteps):
         """Writes the output of a whole tile, and its log-sum-exp."""
         numbers, rows = self.operands.numbers, pl.ds(SINKS, self.shape.rows)
         sinks = plgpu.load(numbers.at[self.head, rows], layout=COLUMNS, optimized=False)
-        total, scale = running.total.sum(axis=0), numbers[self.head, VALUE_SCALE]
+        total = over_keys("add", running.total, self.reduced)
+        scale = numbers[self.head, VALUE_SCALE]
         weight, lse = common.normalize(running.highest, total, sinks, scale)
         store(outputs.lse.at[part.index, self.head], lse)
         for first_row in range(0, self.shape.rows, self.shape.staged):
@@ -265,3 +267,7 @@ class _Decoder(DecodeSteps):
 
 class _WarpDecoder(WarpSteps, _Decoder):
     """The same, with keys for each warp."""
+
+
+class _RowDecoder(RowSteps, _Decoder):
+    """The same, of rows that are copied by their numbers."""

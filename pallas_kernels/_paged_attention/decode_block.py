@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, Scratch, tiled, tiled_by
 from pallas_kernels._paged_attention.copies import copies_of
-from pallas_kernels._paged_attention.decode_shape import MERGED, REDUCED, SCALES, DecodeShape
+from pallas_kernels._paged_attention.decode_shape import MERGED, SCALES, DecodeShape
 from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.tasks import STEP
 from pallas_kernels._warp_rows import GROUP
@@ -62,6 +62,7 @@ class DecodeScratch[T](NamedTuple):
     widened: values of 8 or 4 bits in 16 bits; None for 16-bit pages, and for warps.
     merged: sums of warps; None if they have none of their own.
     scales: stages of the scales of keys and values; None if tokens have none of their own.
+    rows: stages of the numbers of rows, -1 for zeros; None if rows are not copied by them.
     """
 
     loaded: T
@@ -75,6 +76,7 @@ class DecodeScratch[T](NamedTuple):
     widened: T
     merged: T
     scales: T
+    rows: T
 
     @classmethod
     def from_shape(cls, shape: DecodeShape) -> "DecodeScratch[Scratch]":
@@ -87,13 +89,13 @@ class DecodeScratch[T](NamedTuple):
             loaded=tiled_by((shape.stages, STEP, shape.width), shape.page, shape.swizzle),
             query=tiled((*own, shape.rows, config.key_width), shape.compute, align),
             weights=tiled((*own, shape.rows, STEP), shape.value_compute, math.gcd(align, STEP)),
-            reduced=plgpu.SMEM((*own, REDUCED), jnp.float32) if own else None,
+            reduced=plgpu.SMEM((*own, shape.reduced), jnp.float32) if shape.reduced else None,
             staged=[
                 plgpu.SMEM((shape.staged, width), config.out_dtype)
                 for _, width in config.value_parts
                 if shape.finishes
             ],
-            loaded_full=copies.barrier(shape.stages, num_copies),
+            loaded_full=None if shape.by_row else copies.barrier(shape.stages, num_copies),
             loaded_free=plgpu.Barrier(num_barriers=shape.stages, num_arrivals=shape.warpgroups)
             if own
             else None,
@@ -103,4 +105,5 @@ class DecodeScratch[T](NamedTuple):
             else None,
             merged=plgpu.SMEM((MERGED,), jnp.float32) if shape.by_warp else None,
             scales=None if row is None else plgpu.SMEM((shape.stages, STEP, SCALES), jnp.float32),
+            rows=plgpu.SMEM((shape.stages, STEP), jnp.int32) if shape.by_row else None,
         )

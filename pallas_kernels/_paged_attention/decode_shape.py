@@ -28,7 +28,6 @@ PREFILL_ROWS = 64  # queries of a warpgroup in the kernel for many; fewer tokens
 MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile
 MAX_SUMS = 64 * 256  # rows times the width of values, limited by registers, of which some spill
 FEW_SUMS = MAX_SUMS // 2  # and of which none does
-REDUCED = 256  # float32 that the warps of a warpgroup exchange
 MAX_WARP_SUMS = 8 * 256  # rows times the width of values, if each warp has sums of its own
 
 
@@ -69,6 +68,16 @@ class DecodeShape(NamedTuple):
         return self.config.token_head_row is not None and self.config.token_head_row.is_4_bit
 
     @property
+    def by_row(self) -> bool:
+        """Returns whether threads copy rows by their numbers: of chosen tokens."""
+        return self.steps.by_row
+
+    @property
+    def hole_bits(self) -> int:
+        """Returns the bits of a step that tell which of its granules are holes."""
+        return 0 if self.by_row else self.steps.granules
+
+    @property
     def by_warp(self) -> bool:
         """Returns whether each warp has keys of its own, which registers limit."""
         if self.config.token_head_row is None or self.config.reproducible:
@@ -92,6 +101,11 @@ class DecodeShape(NamedTuple):
         return sum(self.config.stored_widths)
 
     @property
+    def reduced(self) -> int:
+        """Returns the float32 that the warps of a warpgroup exchange; 0: Mosaic has memory."""
+        return 2 * WARPS * self.rows if self.warpgroups > 1 or self.by_row else 0
+
+    @property
     def staged(self) -> int:
         """Returns the rows of the output that are written at once."""
         return math.gcd(self.rows, 32) if self.finishes else 0
@@ -106,6 +120,8 @@ class DecodeShape(NamedTuple):
         """Returns the bytes of a row in a tile of loaded pages; 0 if there is no tiling of them."""
         row = self.config.token_head_row
         align = math.gcd(*[width * self.page.itemsize for width in self.config.stored_widths])
+        if self.by_row:
+            return SWIZZLES[0]
         if row is not None:
             align = math.gcd(align, row.row_bytes)
         return swizzle_of(self.row_bytes, align, self.steps.granule, self.by_tma)
@@ -145,8 +161,9 @@ class DecodeShape(NamedTuple):
             stages * STEP * self.row_bytes,
             self.warpgroups * rows * config.key_width * 2,  # queries
             self.warpgroups * rows * STEP * 2,  # weights
-            (self.warpgroups > 1) * self.warpgroups * REDUCED * 4,
+            self.warpgroups * self.reduced * 4,
             MERGED * 4 if self.by_warp else self.widens * STEP * config.value_width * 2,
+            self.by_row * stages * STEP * 4,
             (config.token_head_row is not None) * stages * STEP * SCALES * 4,
             *[self.staged * width * config.out_dtype.itemsize for _, width in config.value_parts],
         ]
@@ -193,7 +210,8 @@ def decode_shape(
         by_wgmma=by_wgmma,
         finishes=finishes and by_tma and page.itemsize > 1,
     )
-    if config.values_in_keys and by_tma and config.kv_heads % 2 == 0 and page.itemsize > 1:
+    shares = config.values_in_keys and not shape.by_row and config.kv_heads % 2 == 0
+    if shares and by_tma and page.itemsize > 1:
         # Widened values would need a buffer for each of the warpgroups.
         both = shape._replace(warpgroups=2, finishes=False)
         shape = both if both.stages >= shape._replace(finishes=False).stages else shape

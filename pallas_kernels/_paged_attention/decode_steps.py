@@ -8,9 +8,13 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Float32
 
+from pallas_kernels import _instructions as instructions
 from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import (
     Ref,
@@ -25,7 +29,7 @@ from pallas_kernels._paged_attention import common
 from pallas_kernels._paged_attention.common import add_product, multiply
 from pallas_kernels._paged_attention.copies import copies_of
 from pallas_kernels._paged_attention.decode_block import COLUMNS, DecodeOperands, DecodeScratch
-from pallas_kernels._paged_attention.decode_shape import SCALES, DecodeShape
+from pallas_kernels._paged_attention.decode_shape import SCALES, WARPS, DecodeShape
 from pallas_kernels._paged_attention.rule import MAX_PART, PART
 from pallas_kernels._paged_attention.tasks import STEP, Tile
 from pallas_kernels._paged_attention.token_heads import SCALE_BYTES
@@ -71,16 +75,40 @@ def over_keys(operation: Literal["max", "add"], array: Array, reduced: Ref) -> A
     """Returns the sum or maximum of each column, [keys, columns].
 
     Args:
-      reduced: memory that the warps of a warpgroup exchange numbers in; None: Mosaic's, which is
-        there once for all warpgroups.
+      reduced: float32[2 * warps * columns], where warps exchange all columns at one barrier; the
+        caller has another one before the next maximum or sum. None: Mosaic's memory, which is there
+        once for all warpgroups, and takes 8 columns at a time.
     """
     if reduced is None or not _mosaic.OPERANDS_IN_REGISTERS:
         return array.max(axis=0) if operation == "max" else array.sum(axis=0)
-    result = plgpu.ShapeDtypeStruct(array.shape[1:], array.dtype, COLUMNS)
+    (keys, columns), is_max = array.shape, operation == "max"
+    result = instructions.struct((columns,), jnp.float32, COLUMNS)
+    combine = arith.maximumf if is_max else arith.addf
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)
     def reduce(_: Any, given: Any, scratch: Any) -> Any:
-        return given.reduce(operation, 0, scratch)
+        lane, warp = instructions.mask(utils.thread_idx(), 3), utils.warp_idx(sync=False)
+        warp = instructions.mask(warp, WARPS - 1)  # of the warpgroup
+        base, pair = utils.memref_ptr(scratch), ir.VectorType.get((2,), ir.F32Type.get())
+
+        def place(warp: Any, block: int) -> Any:
+            index = arith.addi(arith.muli(warp, instructions.word(columns // 2)), lane)
+            first = block * 4 + (0 if is_max else WARPS * columns // 2)
+            index = arith.addi(index, instructions.word(first))
+            return utils.getelementptr(base, [index], pair)
+
+        for block, registers in enumerate(given.registers.reshape(-1, keys // 32)):
+            found = functools.reduce(combine, registers)
+            numbers = [instructions.extract(found, i) for i in range(2)]
+            for distance in (4, 8, 16):
+                numbers = [combine(one, utils.shfl_bfly(one, distance)) for one in numbers]
+            llvm.store(instructions.pack(numbers), place(warp, block))
+        utils.warpgroup_barrier()
+        found = []
+        for block in range(columns // 8):
+            of_warps = [llvm.load(pair, place(instructions.word(i), block)) for i in range(WARPS)]
+            found.append(functools.reduce(combine, of_warps))
+        return instructions.as_fragments(found, result.shape, jnp.float32, COLUMNS)
 
     return reduce(array, reduced)
 
@@ -116,8 +144,9 @@ class DecodeSteps:
             plgpu.layout_cast(jnp.zeros((STEP, columns), jnp.float32), rows),
         )
 
-    def _locate(self, request: Array, step: Array) -> tuple[list[Array], Array]:
-        found = self.steps.find(self.operands.tables, request, step)
+    def _locate(self, tile: Tile, step: Array) -> tuple[list[Array], Array]:
+        """Returns the rows of a step, as `_fetch` takes them, and a bit for each hole."""
+        found = self.steps.find(self.operands.tables, tile.request, step)
         return self.steps.rows(found, self.first_row), self.steps.holes(found)
 
     def _fetch(self, granule_rows: list[Array], stage: Array | int) -> None:
@@ -151,16 +180,14 @@ class DecodeSteps:
         self, here: Step, scale: Array, running: RunningSoftmax, refill: Callable[[], None]
     ) -> RunningSoftmax:
         """Adds the 64 keys in a stage to a running softmax, and calls for others in their place."""
-        shape, (tile, step, stage, holes, is_last) = (STEP, self.shape.rows), here
-        self.copies.wait(self.smem.loaded_full, stage, is_last)
-        values = self.smem.loaded.at[stage, :, pl.ds(*self.config.stored_value)]
-        clean = values if self.smem.widened is None else self.smem.widened
+        shape, stage = (STEP, self.shape.rows), here.stage
+        self._wait(stage, here.is_last)
         products, value_scales = self._multiply_keys(stage), None
         if self.config.token_head_row is not None:
             key_scales, value_scales = self._load_scales(stage)
             products = products * lax.broadcast_in_dim(key_scales, shape, [0])
         scores, factor = common.cap(self.config, products, scale)
-        seen = self._seen(tile, step, holes, shape)
+        seen = self._seen(here, shape)
         scores = lax.select(seen, scores * factor, full_like(scores, -jnp.inf))
         highest = lax.max(running.highest, over_keys("max", scores, self.reduced))
         finite = common.finite_or_zero(highest)
@@ -171,11 +198,18 @@ class DecodeSteps:
             weights = weights * lax.broadcast_in_dim(value_scales, shape, [0])
             weights = lax.select(seen, weights, full_like(weights, 0))
         self.copies.store_weights(self.weights.T, weights.astype(self.shape.value_compute))
-        self._clean_values(tile, step, holes, values, clean)
+        self._clean_values(here)
         self.copies.commit()
-        out = self._add_values(running.out, shrink, clean)
+        out = self._add_values(running.out, shrink, stage)
         refill()
         return RunningSoftmax(out, highest, total)
+
+    def _wait(self, stage: Array, is_last: Array) -> None:
+        self.copies.wait(self.smem.loaded_full, stage, is_last)
+
+    def _values(self, stage: Array) -> Ref:
+        """Returns the values of a step as they were loaded."""
+        return self.smem.loaded.at[stage, :, pl.ds(*self.config.stored_value)]
 
     def _merge(self, running: RunningSoftmax) -> RunningSoftmax:
         """Returns the softmax of all warps, but for its totals."""
@@ -218,8 +252,9 @@ class DecodeSteps:
         key_scales, value_scales = [plgpu.layout_cast(own.sum(axis=1), rows) for own in found]
         return key_scales, value_scales
 
-    def _add_values(self, before: list[Array], shrink: Array, values: Ref) -> list[Array]:
+    def _add_values(self, before: list[Array], shrink: Array, stage: Array) -> list[Array]:
         """Returns the sums of values, shrunk, plus the values of a step times their weights."""
+        values = self._values(stage) if self.smem.widened is None else self.smem.widened
         by_wgmma, weights = self.shape.by_wgmma, self.weights.T
         if not by_wgmma:  # once for all parts
             weights = plgpu.load(weights, layout=plgpu.Layout.MMA_RHS(self.shape.value_compute))
@@ -231,19 +266,27 @@ class DecodeSteps:
             out.append(add(sums, part, weights))
         return out
 
-    def _seen(self, tile: Tile, step: Array, holes: Array, shape: tuple[int, int]) -> Array:
+    def _seen(self, here: Step, shape: tuple[int, int]) -> Array:
         """Returns bool[STEP, columns]: which keys of a step each query sees."""
+        tile = here.tile
         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         queries = lax.div(column, self.config.group) + tile.position
-        seen = common.sees(self.config, tile, queries, key + step * STEP)
-        return seen & self.steps.is_allocated(key, holes)
+        seen = common.sees(self.config, tile, queries, key + here.step * STEP)
+        return seen & self._is_allocated(here, key)
 
-    def _clean_values(self, tile: Tile, step: Array, holes: Array, values: Ref, clean: Ref) -> None:
+    def _is_allocated(self, here: Step, key: Array) -> Array:
+        """Returns whether the keys at these indices of a step are in no hole."""
+        return self.steps.is_allocated(key, here.holes)
+
+    def _clean_values(self, here: Step) -> None:
         """Writes a step's values in 16 bits, with zeros where no query sees them.
 
         With scales no element becomes NaN, and the weights of those that are not seen are 0.
         """
+        tile, step, stage, holes, _ = here
+        values = self._values(stage)
+        clean = values if self.smem.widened is None else self.smem.widened
         if self.config.token_head_row is not None:
             width = self.config.stored_widths[1]
             for i, part in enumerate(self._widen_values(plgpu.load(values, layout=NARROW))):

@@ -66,12 +66,12 @@ class WarpSteps(DecodeSteps):
     def _step(
         self, here: Step, scale: Array, running: RunningSoftmax, refill: Callable[[], None]
     ) -> RunningSoftmax:
-        shape, (tile, step, stage, holes, is_last) = (STEP, self.shape.rows), here
+        shape, stage = (STEP, self.shape.rows), here.stage
         own = _own(running)
         if _mosaic.OPERANDS_IN_REGISTERS:
             wait_for_copies(self.shape.stages - 1)
         else:
-            self.copies.wait(self.smem.loaded_full, stage, is_last)
+            self.copies.wait(self.smem.loaded_full, stage, here.is_last)
         key_width, value_width = self.config.stored_widths
         key_scales, value_scales = load_scales(self.smem.scales.at[stage], self.head)
         key_scales = key_scales * (1 / self._encodings(values=False)[0].factor)
@@ -81,7 +81,7 @@ class WarpSteps(DecodeSteps):
         refill()
         products = products * lax.broadcast_in_dim(key_scales, shape, [0])
         scores, factor = common.cap(self.config, products, scale)
-        seen = self._seen(tile, step, holes, shape)
+        seen = self._seen(here, shape)
         scores = scores * factor
         added = jnp.log(lax.max(value_scales, full_like(value_scales, LEAST_SCALE))) * LOG2E
         scaled = scores + lax.broadcast_in_dim(added, shape, [0])

@@ -25,16 +25,14 @@ INT32_MAX = 2**31 - 1
 
 def by_latents_kernel(config: Config) -> bool:
     """Returns whether latent vectors take a kernel of their own, and not that of decodes."""
-    by_wgmma = _capability.instructions_of("latents") == "wgmma, TMA"
-    return config.values_in_keys and (by_wgmma or config.page_tokens == 1)
+    return config.values_in_keys and _capability.instructions_of("latents") == "wgmma, TMA"
 
 
 def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Kernel]:
     """Returns the kernels that a call launches on the default device."""
-    if by_latents_kernel(config):
-        return ["latent_rows" if config.page_tokens == 1 else "latents", "combine_latents"]
     if config.values_in_keys:
-        return ["latents", "decode", "combine"]
+        own: _capability.Kernel = "latent_rows" if config.page_tokens == 1 else "latents"
+        return [own, "combine_latents"] if by_latents_kernel(config) else [own, "decode", "combine"]
     has_many = may_have_many(arrays, config, decode_size(arrays, config))
     has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
     if config.token_head_row is not None:

@@ -126,12 +126,13 @@ def _copy_each(
     copy(rows, source, *[target for target, _ in targets])
 
 
-def finish(pending: int) -> None:
+def finish(pending: int, by_wgmma: bool = True) -> None:
     """Waits for all rows but those of the last ``pending`` steps, and lets products read them."""
 
     @plgpu.inline_mgpu()
     def wait(_: object) -> None:
         utils.inline_ptx(f"cp.async.wait_group {pending};", has_side_effects=True)
-        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+        if by_wgmma:
+            utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
     wait()

@@ -48,7 +48,7 @@ from pallas_kernels._paged_attention.shared import (
     split_shared,
     tile_shared,
 )
-from pallas_kernels._paged_attention.tasks import FixedSplits, Tile, share_out
+from pallas_kernels._paged_attention.tasks import STEP, FixedSplits, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     Cut,
@@ -66,7 +66,7 @@ def attend_mosaic(arrays: AttentionArrays, config: Config) -> tuple[Array, Array
     One kernel attends from requests with few queries, another from requests with many.
     """
     if config.values_in_keys:
-        arrays, config = share_latents(arrays, config)
+        arrays, config = share_latents(with_whole_steps(arrays, config), config)
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, config.value_width), config.out_dtype))
     size, has_prefill = decode_size(arrays, config), "prefill" in list_kernels(arrays, config)
@@ -269,6 +269,15 @@ def _decode(
         return written(outputs.lse)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), config, fixed)
+
+
+def with_whole_steps(arrays: AttentionArrays, config: Config) -> AttentionArrays:
+    """Returns a call whose tables have whole steps if pages have one token: these are loaded."""
+    tables = arrays.block_tables
+    if config.page_tokens > 1 or not tables.shape[1] % STEP:
+        return arrays
+    padding = (0, 0), (0, -tables.shape[1] % STEP)
+    return arrays._replace(block_tables=jnp.pad(tables, padding, constant_values=-1))
 
 
 def used_tokens(arrays: AttentionArrays) -> Array:

@@ -35,13 +35,11 @@ def test_the_default_suits_the_device() -> None:
     assert default_implementation() == ("mosaic_gpu" if ON_GPU and HAS_MOSAIC else "xla")
 
 
-# By hand, from NVIDIA's PTX manual: wgmma is for sm_90a alone; all others have a kernel without.
+# By hand, from NVIDIA's PTX manual: TMA is there from sm_90 on.
 ALL = set(get_args(_capability.Kernel))
-BY_WGMMA = {"latent_rows"}
 RUNS = {
-    **dict.fromkeys("8.0 8.6 8.7 8.9".split(), ALL - BY_WGMMA - {"recurrent_replay"}),
-    **dict.fromkeys("10.0 10.3 11.0 12.0 12.1".split(), ALL - BY_WGMMA),
-    "9.0": ALL,
+    **dict.fromkeys("8.0 8.6 8.7 8.9".split(), ALL - {"recurrent_replay"}),
+    **dict.fromkeys("9.0 10.0 10.3 11.0 12.0 12.1".split(), ALL),
     **{unknown: set() for unknown in ("7.5", "9.1", "13.0", "13.7", "")},
 }
 
@@ -70,7 +68,7 @@ def test_a_gpu_runs_the_kernels_of_its_instructions_and_xla_for_others(
         if reason is not None:
             assert f"the kernel {kernel!r} needs compute capability" in reason
             assert reason.endswith(f"this GPU has {capability or '0.0'}")
-    assert default_implementation() == ("mosaic_gpu" if capability == "9.0" else "xla")
+    assert default_implementation() == ("mosaic_gpu" if RUNS[capability] == ALL else "xla")
     with pytest.raises(ValueError, match=r"kernels: 'attend' is none of 'zero_blocks'"):
         default_implementation("attend")  # pyrefly: ignore[bad-argument-type]
 

@@ -418,6 +418,7 @@ INTERPRETED_LATENTS = {
 INTERPRETED_LATENTS_AS = [
     ("speculation in fp8, interleaved, holes", (8, 0)),
     ("two thread blocks that load together", (10, 0)),  # there two warpgroups
+    ("rows", (8, 0)),
 ]
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
