@@ -315,14 +315,20 @@ def test_what_chooses_the_tokens_of_step_5_follows_its_sparse_config() -> None:
     [
         ("PLaMo-3 of its class", "interleaved_sliding_window", [None] * 32, "it contradicts the"),
         ("MiMo-V2.6-Pro of 2 layers", "layer_types", ["full_attention"] * 2, "contradicts layer_"),
+        ("IQuest-Q1 of its class", "last_layers_types", ["linear"] * 3, "none of the known types"),
+        ("IQuest-Q1 of its class", "num_hybrid_layers_block", 20, "num_hidden_layers says 88"),
+        ("Nanbeige of its class", "loop_share_kv", True, "understood: False"),
+        ("Solar-Open2-250B", "gqa_layers", [0, 48], "numbers of layers below 48"),
         ("K2-Horizon-MoVA, sizes of a sketch", "mova_num_experts", 8, "=8 may give the size of w"),
     ],
 )
 def test_a_field_of_the_newest_models_that_does_not_fit_is_refused(
     name: str, field: str, value: object, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{message}"):
-        count_weights(changed(expanded(RAW[name]["config"]), field, value))
+    config = changed(expanded(RAW[name]["config"]), field, value)
+    with pytest.raises(ValueError, match=message):
+        layers_from_config(config)
+        count_weights(config)
 
 
 # Files of Gemma 4 and Ling name in their place what RAW and ROWS have.
@@ -481,7 +487,8 @@ def test_every_wrapper_holds_a_type_that_is_read_or_refused() -> None:
 # Language models of the wrappers of whose files none is recorded, by the code in their repository.
 HELD = {
     **dict.fromkeys(["Llama_Nemotron_Nano_VL", "h2ovl_chat"], "llama"),
-    **dict.fromkeys(["NVLM_D", "ovis2"], "qwen2"),
+    **dict.fromkeys(["NVLM_D", "ovis2", "dots_ocr"], "qwen2"),
+    "intern_s2_preview": "qwen3_5_moe_text",
     **dict.fromkeys(["minicpm_ocr", "minicpmv4_6", "minicpmv4_7"], "qwen3_5_text"),
     **{"NemotronH_Nano_VL_V2": "nemotron_h", "kimi_vl": "deepseek_v3"},
     **{"ernie4_5_moe_vl": "ernie4_5_vl_moe_text", "bailing_moe_v3_vl": "bailing_hybrid"},

@@ -197,6 +197,8 @@ DENSE: Mapping[str, Family] = {
     **_each("mimo_v2 mimo_v2_flash", Family(read=_heads.mimo_v2)),
     "plamo3": Family(read=_local.plamo3, names={"window_size": "sliding_window"}),
     "iquestloopcoder": Family(read=_local.loop_coder),
+    "iquest_q1": Family(read=_local.iquest_q1),
+    "nanbeige": Family(read=_local.nanbeige, same=HEADS),
     # Heads that other fields describe.
     **_each(
         "gpt2 gptj gpt_neox_japanese codegen ctrl", Family(read=_heads.heads_of_all, names=GPT)
@@ -267,6 +269,7 @@ STATES: Mapping[str, Family] = {
     "kimi_linear": Family(read=_linear.kimi_linear),
     "lara_mini": Family(read=_linear.lara),
     "alice_ai": Family(read=_linear.alice_ai),
+    "solar_open2": Family(read=_linear.solar_open2),
     "berrylm": Family(read=_linear.berrylm),
     "gigachat3_5": Family(read=_linear.gigachat),
     "bailing_hybrid": Family(read=_linear.bailing_hybrid),

@@ -76,6 +76,32 @@ def alice_ai(reader: ConfigReader, options: Options) -> Layers:
     )
 
 
+def solar_open2(reader: ConfigReader, options: Options) -> Layers:
+    """Solar Open 2: Kimi delta attention, and the full attention of ``gqa_layers``, from 0.
+
+    SolarOpen2Config of vLLM and transformers for upstage/Solar-Open2-250B: without that list, a
+    full layer, then ``gqa_interval`` linear ones; ``layer_types`` goes before both.
+    """
+    count, full = reader.layer_count(), reader.value("gqa_layers")
+    if full is None and reader.value("layer_types") is None:
+        full = list(range(0, count, 1 + reader.number("gqa_interval")))
+    reader.ignore("gqa_interval", "gqa_layers")
+    full = reader.listed("gqa_layers", full or [])
+    if any(not isinstance(i, int) or not 0 <= i < count for i in full):
+        raise reader.refusal("gqa_layers", f"it must hold numbers of layers below {count}")
+    default = [FULL if i in full else LINEAR for i in range(count)]
+    kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR}, default)
+    linear = reader.inner("linear_attn_config")
+    names = "num_heads", "head_dim", "short_conv_kernel_size"
+    linear.expect("num_kv_heads", linear.number("num_heads"))
+    specs = {
+        FULL: full_attention(reader, options),
+        LINEAR: delta_attention(linear, options, *names, reader),
+    }
+    linear.check_all_read()
+    return name_layers([(kind,) for kind in kinds], specs)
+
+
 def gigachat(reader: ConfigReader, options: Options) -> Layers:
     """GigaChat 3.5: gated delta nets, and the latent attention of ``full_attention_layers``.
 

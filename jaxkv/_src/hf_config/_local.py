@@ -1,6 +1,14 @@
 """Families that tell layers with a window in a way of their own, or run layers again. No jax."""
 
-from jaxkv._src.hf_config._build import FULL, SLIDING, Layers, Options, full_attention, sliding
+from jaxkv._src.hf_config._build import (
+    FULL,
+    SLIDING,
+    Layers,
+    Options,
+    full_attention,
+    head_size,
+    sliding,
+)
 from jaxkv._src.hf_config._dense import attention_layers, dense, given
 from jaxkv._src.hf_config._reader import ConfigReader
 from jaxkv._src.hf_config._windows import by_list, periodic
@@ -79,3 +87,39 @@ def loop_coder(reader: ConfigReader, options: Options) -> Layers:
     for loop in range(1, min(reader.number("loop_num", default=2), MAX_LOOPS)):
         layers |= {f"layers.{loop * count + i}.{SLIDING}": window for i in range(count)}
     return layers
+
+
+def nanbeige(reader: ConfigReader, options: Options) -> Layers:
+    """Nanbeige: each layer runs ``num_loops`` times, with a cache of its own each time.
+
+    models/nanbeige.py of SGLang 0.5.23: the cache of a later pass is named like a layer behind the
+    last one. Files with a weight of the loss for each later pass tell the number by those.
+    """
+    for name in ("loop_share_kv", "enable_double_loop_split"):
+        reader.expect(name, False)
+    weights = reader.listed("loop_loss_weights", [])
+    loops = len(weights) + 1 if weights else reader.number("num_loops")
+    full = full_attention(reader, options, width=head_size(reader))
+    total = reader.layer_count() * min(loops, MAX_LOOPS)
+    return {f"layers.{i}.{FULL}": full for i in range(total)}
+
+
+def iquest_q1(reader: ConfigReader, options: Options) -> Layers:
+    """IQuest-Q1: first layers, blocks of full ones and windows over and over, and last layers.
+
+    configs/iquest_q1.py of SGLang 0.5.23, with its defaults. A learnt key in each layer is a
+    weight, and in no cache.
+    """
+    first = reader.listed("first_layers_types", [FULL])
+    block = reader.listed("hybrid_layers_types_block", [FULL, SLIDING, SLIDING, SLIDING])
+    last = reader.listed("last_layers_types", [FULL] * 3)
+    kinds = [*first, *block * min(reader.count("num_hybrid_layers_block", 21), 1000), *last]
+    reader.ignore("layer_types", "enable_sink_attention", "no_rope_layers")
+    hybrid = reader.expect("use_hybrid_layers", True, False) is not False
+    if not (reader.expect("use_sliding_window", True, False) is not False and hybrid):
+        kinds = [FULL] * reader.layer_count()
+    reader.check_layer_count("hybrid_layers_types_block", len(kinds))
+    if unknown := {*kinds} - {FULL, SLIDING}:
+        raise reader.refusal("hybrid_layers_types_block", f"{unknown} are none of the known types")
+    reader.default(sliding_window=4096, num_key_value_heads=8, head_dim=128)
+    return attention_layers(reader, options, kinds, given)

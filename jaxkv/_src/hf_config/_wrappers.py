@@ -54,11 +54,12 @@ WRAPPED = {
     "opt": "blip-2 instructblip instructblipvideo",
     "persimmon": "fuyu",
     "qwen2": """
-        NVLM_D audioflamingo3 fast_vlm got_ocr2 internvl llava_onevision musicflamingo
+        NVLM_D audioflamingo3 dots_ocr fast_vlm got_ocr2 internvl llava_onevision musicflamingo
         ovis2 pp_chart2table qwen2_audio vibevoice_asr video_llama_3
     """,
     "qwen2_5_omni_text": "qwen2_5_omni_thinker",
     "qwen3": "fun_asr_nano lighton_ocr moss_transcribe_diarize qianfan_ocr qwen3_asr",
+    "qwen3_5_moe_text": "intern_s2_preview",
     "qwen3_5_text": "minicpm_ocr minicpmv4_6 minicpmv4_7",
     "qwen3_omni_moe_text": "qwen3_omni_moe_thinker",
     "qwen3_vl_text": "cosmos3_omni",

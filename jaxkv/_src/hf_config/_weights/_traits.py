@@ -49,7 +49,7 @@ PLAIN = """
     axk2 deepseek_v41_text dots3_note_text hy_v4 hy_v4_vl_text inkling_text inkling2_text
     minimax_m3_text minimax_m3_vl_text mistral_large4_text sarvam_mla sarvam_moe aria_text flint
     granitemoe_swa kolibri1 mellum hunyuan_v1_dense hunyuan_v1_moe iquestloopcoder k2_horizon
-    mimo_v2 xing4_0 PanguEmbedded
+    mimo_v2 xing4_0 PanguEmbedded nanbeige
 """
 TIED = """
     gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
