@@ -713,7 +713,7 @@ def test_a_file_without_a_dtype_counts_as_bfloat16() -> None:
         ({"model_type": "xverse"}, "the weights of model_type='xverse' are not known"),
         (
             {"model_type": "h2ovl_chat", "llm_config": LLAMA, "vision_config": {"depth": 1}},
-            "the sizes of the towers of model_type='h2ovl_chat' are not known",
+            "model_type='h2ovl_chat' are not known; pass the content of llm_config to count what",
         ),
         (
             {"vision_config": {"depth": 1}},

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
+from jaxkv._src.internal.numbers import cdiv
 
 DOTS3_EXPERTS = (-1,) * 25 + (*range(4, 65, 4), 64)  # of each layer, where a file names none
 
@@ -140,25 +141,36 @@ def wavtokenizer(fields: Fields) -> Iterator[Matrix]:
     yield Matrix("audio.convs", total, 1, "other", max_ranks=WHOLE)
 
 
+# Wrappers of Whisper's encoder whose projector takes four frames at once.
+FOUR_FRAMES = frozenset("glmasr moss_transcribe_diarize voxtral".split())
+# Those without learnt positions, which name the width of what they return.
+OMNI = frozenset("qwen2_5_omni_thinker qwen3_asr qwen3_omni_moe_thinker".split())
+
+
 def whisper(fields: Fields, text_width: int) -> Iterator[Matrix]:
     """Yields the matrices of Whisper's encoder before a language model, and of its projector.
 
-    modeling_voxtral.py, modeling_glmasr.py, modeling_qwen2_audio.py and
-    modeling_audioflamingo3.py of transformers 5.24.
+    modeling_voxtral.py, modeling_glmasr.py, modeling_qwen2_audio.py, modeling_audioflamingo3.py and
+    modeling_qwen3_omni_moe.py of transformers 5.24.
     """
-    width = fields.number("hidden_size", "d_model")
+    outer, width = fields.model_type, fields.number("hidden_size", "d_model")
     inner = fields.number("intermediate_size", "encoder_ffn_dim")
     depth = fields.number("num_hidden_layers", "encoder_layers")
     yield Matrix("audio.layer", 4 * width + 2 * inner, width, "tower", depth)
     bins = fields.number("num_mel_bins", default=128)
-    yield Matrix("audio.convs", 3 * (bins + width), width, "other", max_ranks=WHOLE)
-    if fields.model_type != "glmasr":
+    if channels := fields.number("downsample_hidden_size", default=0):
+        yield Matrix("audio.convs", channels, 9 * (1 + 2 * channels), "other", max_ranks=WHOLE)
+        yield Matrix("audio.conv_out", width, channels * cdiv(bins, 8), "tower")
+    else:
+        yield Matrix("audio.convs", 3 * (bins + width), width, "other", max_ranks=WHOLE)
+    if outer not in OMNI | {"glmasr"}:
         positions = fields.number("max_source_positions", default=1500)
         yield Matrix("audio.positions", positions, width, "other", max_ranks=WHOLE)
-    if fields.model_type == "qwen2_audio":
+    if outer in OMNI:
+        text_width = fields.number("output_dim", default=text_width)
+    if outer in ("qwen2_audio", "qwen2_5_omni_thinker"):
         yield Matrix("audio.project", text_width, width, "tower")
         return
-    inputs = inner if fields.model_type in ("voxtral", "glmasr") else width  # 4 frames, or one
-    between = 2 * text_width if fields.model_type == "glmasr" else text_width
-    yield Matrix("audio.project", between, inputs, "tower")
+    between = {"glmasr": 2 * text_width, **dict.fromkeys(OMNI, width)}.get(outer, text_width)
+    yield Matrix("audio.project", between, inner if outer in FOUR_FRAMES else width, "tower")
     yield Matrix("audio.project", text_width, between, "tower")

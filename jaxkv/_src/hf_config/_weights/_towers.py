@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxkv._src.hf_config._fields import nested
+from jaxkv._src.hf_config._fields import inner_config, nested
 from jaxkv._src.hf_config._weights._matrix import WHOLE, Fields, Matrix, feed_forward
 from jaxkv._src.hf_config._weights._other_towers import (
     apertus_vision,
@@ -17,20 +17,32 @@ from jaxkv._src.hf_config._weights._other_towers import (
 )
 from jaxkv._src.hf_config._wrappers import WRAPPERS
 
-QWEN = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp".split())
-GLM = frozenset("glm4v glm4v_moe glm46v glm5_next".split())
+QWEN = frozenset(
+    """
+    cosmos3_omni qwen2_vl qwen2_5_vl qwen2_5_omni_thinker qwen3_vl qwen3_vl_moe
+    qwen3_omni_moe_thinker qwen3_5 qwen3_5_moe qwen4_exp
+    """.split()
+)
+GLM = frozenset("glm4v glm4v_moe glm46v glm5_next glmga".split())
 GATED = GLM | frozenset(
-    "qwen2_5_vl mistral3 mistral_large4 gemma4 lighton_ocr deepseek_v41".split()
+    """
+    qwen2_5_vl qwen2_5_omni_thinker mistral3 mistral_large4 gemma4 lighton_ocr deepseek_v41
+    """.split()
 )
 ONE_PROJECTION = frozenset("gemma3 shieldgemma2 paligemma gemma4 idefics3 smolvlm".split())
 TWO_PROJECTIONS = frozenset(
     """
     llava llava_next llava_next_video llava_onevision vipllava internvl llama4 mistral3
     lighton_ocr kimi_k25 kimi_vl mistral_large4 deepseek_v41 minimax_m3 minimax_m3_vl hy_v4_vl
-    inkling2 step3p7 bailing_moe_v3_vl
+    inkling2 step3p7 bailing_moe_v3_vl video_llama_3 qianfan_ocr
     """.split()
 )
-WHISPER = frozenset("audioflamingo3 glmasr musicflamingo qwen2_audio voxtral".split())
+WHISPER = frozenset(
+    """
+    audioflamingo3 glmasr moss_transcribe_diarize musicflamingo qwen2_audio voxtral qwen3_asr
+    qwen2_5_omni_thinker qwen3_omni_moe_thinker
+    """.split()
+)
 ALIGNED = frozenset("aya_vision cohere2_vision".split())
 # Model type of a tower -> what yields its matrices.
 OF_THEIR_OWN = {
@@ -62,6 +74,8 @@ ASSUMED: Mapping[str, Mapping[str, Any]] = {
     "minimax_m3_vl_vision": {"intermediate_size": 5120, "patch_size": 14, **TIMES_2},
     "qwen2_vl_vision": {"embed_dim": 1280, "mlp_ratio": 4, "patch_size": 14, **TIMES_2},
     "qwen2_5_vl_vision": {"intermediate_size": 3420, "patch_size": 14, **TIMES_2},
+    "qwen2_5_omni_vision_encoder": {"intermediate_size": 3420, "patch_size": 14, **TIMES_2},
+    "qwen3_omni_moe_vision_encoder": {**QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
     "qwen3_vl_vision": {**QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
     "qwen3_vl_moe_vision": {**QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
     **dict.fromkeys(("qwen3_5_vision", "qwen3_5_moe_vision", "qwen4_exp_vision"), QWEN3),
@@ -78,7 +92,10 @@ USUAL = {
     "siglip_vision_model": """
         aya_vision cohere2_vision gemma3 llava_onevision paligemma shieldgemma2
     """,
-    "glm4v_vision": "glm46v",
+    "glm4v_vision": "glm46v glmga",
+    "qwen2_5_omni_vision_encoder": "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_vision_encoder": "qwen3_omni_moe_thinker",
+    "qwen3_vl_vision": "cosmos3_omni",
     "llama4_vision_model": "llama4",
     "mllama_vision_model": "mllama",
     "pixtral": "lighton_ocr mistral3 mistral_large4",
@@ -104,7 +121,11 @@ def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
     for level in nested(config):
         outer = str(level.get("model_type"))
         if outer in WRAPPERS and outer not in UNDERSTOOD | TEXT_ALONE:
-            raise ValueError(f"the sizes of the towers of model_type={outer!r} are not known")
+            found = inner_config(config) if outer == config.get("model_type") else None
+            alone = f"; pass the content of {found[0]} to count what it has" if found else ""
+            raise ValueError(
+                f"the sizes of the towers of model_type={outer!r} are not known{alone}"
+            )
         for name in TOWERS:
             values = level.get(name)
             if not isinstance(values, Mapping) or not values:
@@ -115,7 +136,9 @@ def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
             if outer not in UNDERSTOOD:
                 raise ValueError(f"the sizes of the {name} of model_type={outer!r} are not known")
             fields = Fields(outer, {**_sizes(level), **_assumed(outer, values), **values})
-            tower = {"kimi_k3": _kimi_k3, **dict.fromkeys(WHISPER, whisper)}.get(outer, _tower)
+            tower = _kimi_k3 if outer == "kimi_k3" else _tower
+            if name == "audio_config" and outer in WHISPER:
+                tower = whisper
             if values.get("model_type") == "gemma4_audio":
                 tower = _conformer
             yield from tower(fields, hidden)
