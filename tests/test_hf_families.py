@@ -319,6 +319,8 @@ def test_what_chooses_the_tokens_of_step_5_follows_its_sparse_config() -> None:
         ("IQuest-Q1 of its class", "num_hybrid_layers_block", 20, "num_hidden_layers says 88"),
         ("Nanbeige of its class", "loop_share_kv", True, "understood: False"),
         ("Solar-Open2-250B", "gqa_layers", [0, 48], "numbers of layers below 48"),
+        ("Nemotron-H Puzzle, sizes of a test", "block_configs", [{}] * 4, "contradicts layers_bl"),
+        ("Nemotron-H Puzzle, sizes of a test", "block_configs", [{"kv": 1}], "an entry may hold b"),
         ("K2-Horizon-MoVA, sizes of a sketch", "mova_num_experts", 8, "=8 may give the size of w"),
     ],
 )

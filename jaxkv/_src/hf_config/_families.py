@@ -283,6 +283,7 @@ STATES: Mapping[str, Family] = {
     ),
     "falcon_h1": Family(read=_mamba.falcon_h1),
     "nemotron_h": Family(read=_mamba.nemotron_h),
+    "nemotron_h_puzzle": Family(read=_mamba.nemotron_puzzle),
     "zamba": Family(read=_zamba.zamba),
     "zamba2": Family(read=_zamba.zamba2, names={"state_size": "mamba_d_state"}),
     **_each("lfm2 lfm2_moe lfm3", Family(read=_convolutions.lfm2)),

@@ -111,6 +111,23 @@ def nemotron_h(reader: ConfigReader, options: Options) -> Layers:
     return name_layers(_nemotron_layers(reader), {FULL: attention, MAMBA: mamba})
 
 
+def nemotron_puzzle(reader: ConfigReader, options: Options) -> Layers:
+    """Nemotron-H Puzzle: Nemotron-H whose layers with experts differ, as ``block_configs`` says.
+
+    vllm/model_executor/models/nemotron_h.py; configs/nemotron_h.py of SGLang 0.5.23.
+    """
+    blocks = reader.listed("block_configs")
+    of_experts = {"block_type", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"}
+    if any(not isinstance(block, dict) or {*block} - of_experts for block in blocks):
+        raise reader.refusal("block_configs", f"an entry may hold {', '.join(sorted(of_experts))}")
+    kinds = [block.get("block_type") for block in blocks]
+    if reader.listed("layers_block_type", kinds) != kinds:
+        raise reader.refusal("block_configs", "it contradicts layers_block_type")
+    reader.default(layers_block_type=kinds)
+    reader.ignore("mtp_block_configs")
+    return nemotron_h(reader, options)
+
+
 def _nemotron_layers(reader: ConfigReader) -> list[Sequence[str]]:
     """Returns the caches of every layer, from a list or from letters, which must agree.
 
