@@ -1,4 +1,4 @@
-"""The state machine over jaxkv itself: manager, cache and step, as a serving loop uses them."""
+"""The state machine over jaxkv itself: manager, cache and step, as an engine uses them."""
 
 import dataclasses
 import functools
@@ -158,7 +158,7 @@ class JaxkvStateMachine(CacheStateMachine):
                     raise AssertionError(f"group {group}: device row {got}, manager {ids}")
 
     def _dispatch(self, writes: Sequence[Write]) -> None:
-        """Runs one step, as a serving loop does."""
+        """Runs one step, as an engine does."""
         batch = self._batch
         if self._is_told:
             computed = self.manager.num_computed_tokens
@@ -191,10 +191,10 @@ class JaxkvStateMachine(CacheStateMachine):
     def _no_rows(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Returns the ``rows`` of `_step` that write nothing."""
         laid_out: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for layer, place in self.reference.layers.items():
-            spec, count = place.spec, (self.shape.max_tokens,)
+        for layer, placement in self.reference.layers.items():
+            spec, count = placement.spec, (self.shape.max_tokens,)
             if isinstance(spec, StateSpec) and not _is_driven(spec):
-                blocks = self.shape.widths[place.group] - 1 - spec.speculative_blocks
+                blocks = self.shape.widths[placement.group] - 1 - spec.speculative_blocks
                 count = self.shape.batch_size, blocks
             width = spec.data_bytes // rows_per_block(spec)
             laid_out[layer] = np.zeros(count, bool), np.zeros((*count, width), np.uint8)
@@ -218,33 +218,33 @@ class JaxkvStateMachine(CacheStateMachine):
         return laid_out
 
     def _read_all(self) -> dict[str, np.ndarray]:
-        """Reads the pages of all running requests, by layer and column of their rows."""
+        """Reads the pages of all running requests, by layer and logical block."""
         firsts = [max(0, min(n, self.plan.max_model_len - 1)) for n in self.computed.values()]
         upload = self._pack(list(self.computed), firsts)
         tables, pages = jax.tree.map(np.asarray, _read_tokens(self.cache, upload))
         read = {}
-        for layer, place in self.reference.layers.items():
-            if isinstance(place.spec, StateSpec):
+        for layer, placement in self.reference.layers.items():
+            if isinstance(placement.spec, StateSpec):
                 read[layer] = self._read_states(layer)
                 continue
-            width = self.plan.row_blocks[place.group]
-            read[layer] = np.zeros((len(firsts), width, place.spec.data_bytes), np.uint8)
-            for i, start in enumerate(tables[place.group][: len(firsts)].tolist()):
+            width = self.plan.row_blocks[placement.group]
+            read[layer] = np.zeros((len(firsts), width, placement.spec.data_bytes), np.uint8)
+            for i, start in enumerate(tables[placement.group][: len(firsts)].tolist()):
                 found = pages[layer][i][: width - start]
                 read[layer][i, start : start + len(found)] = found
         return read
 
     def _read_states(self, layer: str) -> np.ndarray:
-        """Reads the states of all running requests from the pool's bytes, by column."""
-        place, view = self.cache.layout.placement_of(layer), describe_bytes(self.cache, layer)
+        """Reads the states of all running requests from the pool's bytes, by logical block."""
+        placement, view = self.cache.layout.placement_of(layer), describe_bytes(self.cache, layer)
         buffer = np.asarray(self.cache.buffers[self.cache.layout.buffers.buffer_of(layer)])
         stride = view.strides_bytes[view.block_axis]
-        width = self.plan.row_blocks[place.group]
-        states = np.zeros((len(self.computed), width, place.spec.data_bytes), np.uint8)
+        width = self.plan.row_blocks[placement.group]
+        states = np.zeros((len(self.computed), width, placement.spec.data_bytes), np.uint8)
         for i, request in enumerate(self.computed):
-            for column, block_id in enumerate(self.block_ids(request)[place.group]):
+            for logical, block_id in enumerate(self.block_ids(request)[placement.group]):
                 start = view.offset_bytes + block_id * stride
-                states[i, column] = buffer.reshape(-1)[start : start + place.spec.data_bytes]
+                states[i, logical] = buffer.reshape(-1)[start : start + placement.spec.data_bytes]
         return states
 
 
@@ -260,7 +260,7 @@ def _widest_shape(plan: Plan, max_requests: int) -> StepShape:
 
 @functools.lru_cache(maxsize=4)
 def _make_empty(plan: Plan, max_requests: int, stacked: bool | None) -> KVCache:
-    """Returns an empty cache, kept because every example wants one and making it compiles."""
+    """Returns an empty cache, shared because every example wants one and making it compiles."""
     cache = make_cache(plan, max_requests=max_requests, stacked=stacked)
     return _poison(cache, plan.groups_to_zero)
 

@@ -342,11 +342,11 @@ MISTAKES = {
 }
 
 
-# --- slips that would give wrong tokens, or a loop without an end --------------------------
+# --- mistakes that would give wrong tokens, or a loop without an end --------------------------
 
 
 class Loop:
-    """An engine's loop over one request of 20 tokens, in steps of 16; `silent` slips go in it."""
+    """An engine's loop over one request of 20 tokens, in steps of 16, with a `silent` mistake."""
 
     def __init__(self, *, steps: int = 2, forks: int = 0):
         plan = plan_cache({"a": FULL, "b": FULL}, 2**20, max_model_len=64)

@@ -1,4 +1,4 @@
-"""`StepContext`: the same bytes as by hand, and every slip of a model said while it is traced."""
+"""`StepContext`: the same bytes as by hand, and mistakes of a model are refused in its trace."""
 
 import dataclasses
 import functools
@@ -162,9 +162,9 @@ def test_a_rectangular_batch() -> None:
     assert_same_bytes((cache, x[0, :5], x[1, :3]), (wanted, rows[0, :5], rows[1, :3]))
 
 
-def test_tokens_and_places_are_those_of_the_batch() -> None:
+def test_tokens_and_positions_are_those_of_the_batch() -> None:
     @jax.jit
-    def places(cache, upload):
+    def given(cache, upload):
         step = Step(cache, upload)
         assert repr(step).endswith("int32s), 0 layers written)")
         assert Step(cache, upload, token_ids=EMBED[:8, 0, 0]).token_ids.dtype == EMBED.dtype
@@ -172,7 +172,7 @@ def test_tokens_and_places_are_those_of_the_batch() -> None:
         return step.token_ids, step.positions, step.last_tokens, *lens
 
     wanted = IDS, [0, 1, 2, 3, 4, 0, 1, 2], [4, 7], [5, 3], [0, 0]
-    for got, want in zip(places(*made()), wanted, strict=True):
+    for got, want in zip(given(*made()), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -207,7 +207,7 @@ def test_states_and_calls_of_others() -> None:
     np.testing.assert_array_equal(np.asarray(keys)[0, :5], 1)
 
 
-# --- slips ----------------------------------------------------------------------------
+# --- mistakes ----------------------------------------------------------------------------
 
 
 def a_layer_twice(step: Step) -> Any:
@@ -246,16 +246,16 @@ def stale_copy(step: Step) -> Any:
     return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]))
 
 
-ONES = [1, np.int32(1), np.array(1, np.int32), jnp.int32(1)]  # all of them a known period
+ONES = [1, np.int32(1), np.array(1, np.int32), jnp.int32(1)]  # all of them a known layer index
 
 
-def another_period(step: Step, one: Any = 1) -> Any:
+def another_layer_index(step: Step, one: Any = 1) -> Any:
     x = EMBED[step.token_ids]
     step.attend(LAYERS[0], *keys_of(x), layer_index=one)
     return step, step.attend(LAYERS[1], *keys_of(x))
 
 
-def a_period_twice(step: Step, one: Any = 1) -> Any:
+def a_layer_index_twice(step: Step, one: Any = 1) -> Any:
     x = EMBED[step.token_ids]
     return step, [step.attend(LAYERS[1], *keys_of(x), layer_index=one) for _ in range(2)]
 
@@ -278,8 +278,8 @@ def only_one_period(step: Step, one: Any = 1) -> Any:
             (functools.partial(model, one=one), said)
             for one in ONES
             for model, said in (
-                (a_period_twice, "layer='layers.1' is written twice in one step"),
-                (another_period, "layer='layers.1' is written twice in one step"),
+                (a_layer_index_twice, "layer='layers.1' is written twice in one step"),
+                (another_layer_index, "layer='layers.1' is written twice in one step"),
                 (only_one_period, "it never wrote 'layers.0': "),
             )
         ),

@@ -1,8 +1,8 @@
 """Host, tables and pool together: a request never reads bytes that are not its own.
 
-A random serving loop over plans whose groups overlay each other, driven by the state machine
-of `jaxkv.testing`. Every byte of every token and state is its request's own. The pool starts
-as NaN; blocks are freed and handed out again between groups all the time, forks copy what
+Random traffic over plans whose groups overlay each other, driven by the state machine of
+`jaxkv.testing`. Every byte of every token and state is its request's own. The pool starts
+as NaN; blocks are freed and allocated again between groups all the time, forks copy what
 they write, drafts are rejected. After every step each request must read
 exactly what it wrote, and zeros where it has not written yet.
 """

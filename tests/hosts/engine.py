@@ -1,4 +1,4 @@
-"""A loop by hand over the demo's model, whose step tests wrap."""
+"""A minimal engine over the demo's model, whose step tests wrap."""
 
 import dataclasses
 from collections import deque
@@ -37,7 +37,7 @@ def make_trace(count: int, seed: int, *, prompt_tokens: Range, new_tokens: Range
 
 @dataclasses.dataclass
 class Report:
-    """Course of a serving run.
+    """Results of a run.
 
     logits: by request f32[new tokens, vocab], of the tokens that were picked.
     """
@@ -77,7 +77,7 @@ class Engine:
         self.report = Report()
 
     def warm_up(self) -> None:
-        """Compiles the step for both shapes, so that serving never does."""
+        """Compiles the step for both shapes, so that steps never do."""
         for shape in self.shapes:
             self.cache, _ = self.step(self.params, self.cache, shape.idle())
         jaxkv.check_errors(self.cache)

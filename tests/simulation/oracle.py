@@ -78,24 +78,24 @@ class Oracle:
         self.seen["hits"] += cached > 0
         self.seen["cached tokens"] += cached
 
-    def receive(self, request: Known, handed: ExportedBlocks) -> None:
+    def receive(self, request: Known, exported: ExportedBlocks) -> None:
         """Starts a request whose first tokens another cache has computed, and writes their blocks.
 
         The moves that make room for them come first.
         """
         self.transfer()
-        self._begin(request, handed.num_tokens)
-        self.device.lose_all(np.concatenate(handed.block_ids).tolist())
-        for block, place, content in self._handed(request, handed):
-            self.device.blocks.setdefault(block, {})[place] = content
+        self._begin(request, exported.num_tokens)
+        self.device.lose_all(np.concatenate(exported.block_ids).tolist())
+        for block, offset, content in self._exported_tokens(request, exported):
+            self.device.blocks.setdefault(block, {})[offset] = content
         self.seen["imports"] += 1
 
-    def check_handed(self, request: Known, handed: ExportedBlocks) -> None:
+    def check_export(self, request: Known, exported: ExportedBlocks) -> None:
         """Checks that the blocks of a request hold all that another cache needs."""
-        assert handed.num_tokens == request.computed, "handed tokens"
-        for block, place, content in self._handed(request, handed):
-            found = self.device.blocks.get(block, {}).get(place)
-            assert found == content, f"block {block}: WRONG BYTES are handed over"
+        assert exported.num_tokens == request.computed, "exported tokens"
+        for block, offset, content in self._exported_tokens(request, exported):
+            found = self.device.blocks.get(block, {}).get(offset)
+            assert found == content, f"block {block}: WRONG BYTES are exported"
         self.seen["exports"] += 1
 
     def fits(self, num_tokens: int) -> bool:
@@ -116,33 +116,35 @@ class Oracle:
                 needed += 1 if group.is_state else end - oldest // group.block
         return needed <= self.manager.num_free_blocks
 
-    def _handed(self, request: Known, handed: ExportedBlocks) -> Iterator[tuple[int, int, int]]:
-        """Yields block, place and content of all tokens in the blocks that are handed over.
+    def _exported_tokens(
+        self, request: Known, exported: ExportedBlocks
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yields block, offset and content of all tokens in exported blocks.
 
         Those that the next token does not see are read again after a rewind.
         """
-        count = handed.num_tokens
-        each = zip(self.groups, handed.first_logical_blocks, handed.block_ids, strict=True)
+        count = exported.num_tokens
+        each = zip(self.groups, exported.first_logical_blocks, exported.block_ids, strict=True)
         for group, first, ids in each:
             if group.is_state:
-                assert (first, len(ids)) == (group.newest_block(count), 1), "handed states"
+                assert (first, len(ids)) == (group.newest_block(count), 1), "exported states"
                 yield int(ids[0]), 0, self._content(group, request.story[count])
                 continue
             if group.open:
-                assert (first, len(ids)) == (0, int(count % group.open > 0)), "handed rings"
+                assert (first, len(ids)) == (0, int(count % group.open > 0)), "exported rings"
                 for position in group.ring_positions(count):
                     content = self._content(group, request.story[position + 1])
                     yield int(ids[0]), position % group.block, content
                 continue
             ratio = group.ratio
-            assert first == group.oldest_visible(count) // group.block, "handed columns"
-            assert len(ids) == -(-count // group.block) - first, "handed columns"
+            assert first == group.oldest_visible(count) // group.block, "exported columns"
+            assert len(ids) == -(-count // group.block) - first, "exported columns"
             for row in range(first * group.block // ratio, -(-count // ratio)):
                 content = request.partial[group.index]
                 if (end := (row + 1) * ratio) <= count:
                     content = self._content(group, request.story[end])
-                column, place = divmod(row * ratio, group.block)
-                yield int(ids[column - first]), place // ratio, content
+                column, offset = divmod(row * ratio, group.block)
+                yield int(ids[column - first]), offset // ratio, content
 
     def _begin(self, request: Known, cached: int) -> None:
         may_copy = self.manager.may_copy_by_row[self.manager.requests[request.name]]
@@ -272,23 +274,23 @@ class Oracle:
         assert lens == list(work.values()), "query lengths"
         if any(group.kind == "cross" for group in self.groups):
             assert parts["encoder_lens"].tolist() == [r.encoder_tokens for r in named], "encoder"
-        held = {name: self.manager.block_ids(name) for name in rows}
+        block_ids = {name: self.manager.block_ids(name) for name in rows}
         holders: dict[int, list[Known]] = {}
-        for name, of_groups in held.items():
+        for name, of_groups in block_ids.items():
             for block in {block for ids in of_groups for block in ids if block}:
                 holders.setdefault(block, []).append(requests[name])
         for request, count in zip(named, work.values(), strict=True):
             request.row = rows[request.name]
-            _Step(self, request, request.computed + count, held).read()
+            _Step(self, request, request.computed + count, block_ids).read()
         if copied := set(parts["copy_destinations"].tolist()):
-            assert copied <= {*self._read_blocks(requests, held)}, "a copy that nobody reads"
+            assert copied <= {*self._read_blocks(requests, block_ids)}, "a copy that nobody reads"
         written: dict[int, Hashable] = {}
         for request, count in zip(named, work.values(), strict=True):
             self._check_widths(upload, request, request.computed + count)
             before = request.resumed = request.computed
             self._compute(request, before + count)
             request.reached, request.unsynced = request.computed, 0
-            step = _Step(self, request, before + count, held, before)
+            step = _Step(self, request, before + count, block_ids, before)
             for block, position in step.write().items():
                 assert written.setdefault(block, request.name) == request.name, "two writers"
                 others = [other for other in holders[block] if other is not request]
@@ -306,12 +308,12 @@ class Oracle:
             self.device.transfer(transfers)
             self.seen["stored"] += sum(chunk.block_ids.size for chunk in transfers.stores)
             self.seen["loaded"] += sum(int((c.block_ids >= 0).sum()) for c in transfers.loads)
-            self.seen["copied ahead"] += len(transfers.lookahead)
+            self.seen["copied early"] += len(transfers.lookahead)
             self._check_host()
 
-    def _read_blocks(self, requests: Mapping[Hashable, Known], held: Mapping) -> Iterator[int]:
+    def _read_blocks(self, requests: Mapping[Hashable, Known], block_ids: Mapping) -> Iterator[int]:
         """Yields the blocks of requests that hold computed tokens, or did before a rewind."""
-        for name, of_groups in held.items():
+        for name, of_groups in block_ids.items():
             for group, ids in zip(self.groups, of_groups, strict=True):
                 yield from ids[: -(-requests[name].reached // group.block)]
 
@@ -332,21 +334,21 @@ class Oracle:
             assert columns <= width, f"group {group.index}: {columns} columns in {width}"
 
     def _check_host(self) -> None:
-        """Checks that host memory holds what the books count, within its bytes."""
-        stats, room = self.manager.offload_stats(), self.manager._offload.pool
-        sizes = {n: room.block_bytes[g] * len(of) for n, (g, of) in self.device.host.items()}
+        """Checks that host memory holds what the manager counts, within its bytes."""
+        stats, pool = self.manager.offload_stats(), self.manager._offload.pool
+        sizes = {n: pool.block_bytes[g] * len(of) for n, (g, of) in self.device.host.items()}
         assert sum(sizes.values()) <= stats.num_bytes, "more bytes on the host than it has"
         # What the step itself has evicted is stored by the next moves, and dropped by them.
         waiting = np.array([*self.manager._offload._stores], np.int64)
-        used = sum(sizes.values()) - sum(sizes[number] for number in room._dropped)
-        used += room.block_bytes[room.groups(waiting)].sum()
+        used = sum(sizes.values()) - sum(sizes[number] for number in pool._dropped)
+        used += pool.block_bytes[pool.groups(waiting)].sum()
         assert used == stats.used_bytes <= stats.num_bytes, "bytes on the host"
-        offload, first = self.manager._offload, room.first_id
+        offload, first = self.manager._offload, pool.first_id
         of_use = (offload._tree.read_only_until[first:] > 0) | (offload._copy_of[first:] > 0)
-        assert (room.is_alive == of_use).all(), "host blocks that are of no use, or are lost"
-        alive = Counter(room._chunk_of[room.is_alive].tolist()) + Counter(offload._pins())
+        assert (pool.is_alive == of_use).all(), "host blocks that are of no use, or are lost"
+        alive = Counter(pool._chunk_of[pool.is_alive].tolist()) + Counter(offload._pins())
         del alive[UNFLUSHED]
-        assert alive == room._num_alive, "chunks that nobody uses, or that are dropped early"
+        assert alive == pool._num_alive, "chunks that nobody uses, or that are dropped early"
 
     def _poison(self) -> None:
         """Spoils the blocks that nobody holds or keeps; a step has to write them first."""
@@ -359,7 +361,7 @@ class Oracle:
         self.device.poison(ids[is_cold].tolist())
 
     def _contents(self, block: int) -> dict[int, int]:
-        """Returns the contents of a kept block, in either memory, after the moves that wait."""
+        """Returns the contents of a cached block, in either memory, after the pending transfers."""
         offload = self.manager._offload
         if block >= self.manager.plan.num_blocks:
             if block in offload._stores:
@@ -378,7 +380,7 @@ class Oracle:
         self.epoch += 1
         self.is_fresh_epoch = True
 
-    def check_kept(self, request: Known, keys: Mapping[str, Any]) -> None:
+    def check_cached(self, request: Known, keys: Mapping[str, Any]) -> None:
         """Checks all that the cache would give to a prompt with the tokens of a request."""
         found = self.manager.find_prefix(request.tokens, **keys).found
         tokens = Known(None, request.tokens, request.salt, request.adapter, request.media)
@@ -389,23 +391,23 @@ class Oracle:
         ):
             blocks = [self._contents(i) for i in columns.block_ids.tolist()]
             if group.open:
-                assert not blocks and not tokens.computed % group.open, "a kept ring"
+                assert not blocks and not tokens.computed % group.open, "a cached ring"
                 continue
             if group.is_state:
-                assert blocks[-1].get(0) == self._content(group, tokens.story[-1]), "a kept state"
+                assert blocks[-1].get(0) == self._content(group, tokens.story[-1]), "a cached state"
                 continue
             for row in range(group.oldest_visible(tokens.computed) // group.ratio, tokens.computed):
                 if (end := (row + 1) * group.ratio) > tokens.computed:
                     break
-                column, place = divmod(row * group.ratio, group.block)
-                content = blocks[column - columns.first].get(place // group.ratio)
-                assert content == self._content(group, tokens.story[end]), f"kept token {end - 1}"
-        self.seen["kept tokens"] += tokens.computed
+                column, offset = divmod(row * group.ratio, group.block)
+                content = blocks[column - columns.first].get(offset // group.ratio)
+                assert content == self._content(group, tokens.story[end]), f"cached token {end - 1}"
+        self.seen["checked tokens"] += tokens.computed
 
     def check_tree(self) -> None:
-        """Checks the books of the prompts that are remembered against each other."""
+        """Checks the records of cached prompts against each other."""
         tree, of_rows = self.manager._prefixes._tree, self.manager._prefixes.cached._of.values()
-        assert all(prompt.num_cached <= prompt.tokens.size for prompt in of_rows), "kept tokens"
+        assert all(prompt.num_cached <= prompt.tokens.size for prompt in of_rows), "cached tokens"
         for block in tree.read_only_until.nonzero()[0].tolist():
             frozen = tree.read_only_until[block]
             assert frozen == tree._until(block), f"block {block} is frozen before {frozen}"
@@ -438,19 +440,19 @@ class Oracle:
             is_allocated = (at == source) | ((first <= at) & (at < end))
             ids = state.table[:, state.starts[group] : state.starts[group + 1]]
             assert ((ids > 0) == is_allocated).all(), (
-                "blocks in other columns than those that are held"
+                "blocks in other columns than the allocated ones"
             )
             assert (first <= end).all() and (end <= at.size).all(), "columns of no row"
             assert growth.cache_mode == "align" or (source == -1).all(), "a source of no state"
 
     def check_pool(self) -> None:
-        """Checks that each block is free or held, and counted so."""
+        """Checks that each block is free or allocated, and counted so."""
         manager, use = self.manager, self.manager.block_use
         holders: Counter[int] = Counter()
         for name in manager.requests:
-            held = [[i for i in group if i] for group in manager.block_ids(name)]
-            assert manager.allocated_blocks(name) == tuple(map(len, held)), "allocated_blocks"
-            ids = list(itertools.chain(*held))
+            allocated = [[i for i in group if i] for group in manager.block_ids(name)]
+            assert manager.allocated_blocks(name) == tuple(map(len, allocated)), "allocated_blocks"
+            ids = list(itertools.chain(*allocated))
             assert len(set(ids)) == len(ids), f"{name!r} holds a block twice"
             holders.update(ids)
         total = manager.plan.num_blocks - 1
@@ -459,13 +461,13 @@ class Oracle:
         shared = sum(count > 1 for count in holders.values())
         assert (use.own, use.shared) == (len(holders) + self.sinks - shared, shared), use
         ids, pool = np.arange(1, total + 1), manager.block_pool
-        is_kept, is_free = pool.read_only_until[ids] > 0, pool.references_of(ids) == 0
+        is_cached, is_free = pool.read_only_until[ids] > 0, pool.references_of(ids) == 0
         assert (use.evictable, use.uncached) == (
-            (is_kept & is_free).sum(),
-            (~is_kept & is_free).sum(),
+            (is_cached & is_free).sum(),
+            (~is_cached & is_free).sum(),
         ), use
-        assert manager.prefix_stats().cached_blocks == is_kept.sum()
-        assert not (self.is_fresh_epoch and is_kept.any()), "blocks of an older epoch are kept"
+        assert manager.prefix_stats().cached_blocks == is_cached.sum()
+        assert not (self.is_fresh_epoch and is_cached.any()), "blocks of an older epoch are cached"
 
 
 def _cut(media: Sequence[tuple[str, int, int]], end: int) -> list[tuple[str, int, int]]:
@@ -476,10 +478,10 @@ def _cut(media: Sequence[tuple[str, int, int]], end: int) -> list[tuple[str, int
 class _Step:
     """The reads and the writes of one request in a step."""
 
-    def __init__(self, oracle: Oracle, request: Known, total: int, held, before=None):
+    def __init__(self, oracle: Oracle, request: Known, total: int, block_ids, before=None):
         self.oracle, self.request, self.row = oracle, request, request.row
         self.before = request.computed if before is None else before
-        self.total, self.held = total, held[request.name]
+        self.total, self.block_ids = total, block_ids[request.name]
 
     def read(self) -> None:
         for group in self.oracle.groups:
@@ -521,8 +523,8 @@ class _Step:
                 content = self.oracle._content(group, story[end])
             else:
                 content = self.request.partial[group.index]
-            column, place = divmod(row * ratio, group.block)
-            self._check(group, column, place // ratio, content, f"token {end - 1}")
+            column, offset = divmod(row * ratio, group.block)
+            self._check(group, column, offset // ratio, content, f"token {end - 1}")
         for column in range(oldest // group.block, -(-self.total // group.block)):
             self._check_stale(group, column)
 
@@ -530,9 +532,9 @@ class _Step:
         ratio, story, written = group.ratio, self.request.story, dict[int, int]()
         for row in range(self.before // ratio, -(-self.total // ratio)):
             content = self.oracle._content(group, story[min((row + 1) * ratio, self.total)])
-            column, place = divmod(row * ratio, group.block)
+            column, offset = divmod(row * ratio, group.block)
             block = self._block(group, column)
-            self.oracle.device.blocks.setdefault(block, {})[place // ratio] = content
+            self.oracle.device.blocks.setdefault(block, {})[offset // ratio] = content
             written.setdefault(block, max(row * ratio, self.before))
             self.request.partial[group.index] = content
         return written
@@ -556,20 +558,20 @@ class _Step:
     # --- the encoder ------------------------------------------------------------------
 
     def _encoder_contents(self, group: Group) -> list[tuple[int, int, int]]:
-        """Returns column, place and content of the encoder's tokens."""
+        """Returns column, offset and content of the encoder's tokens."""
         story = self.oracle.stories.begin(("encoder", self.request.encoder))
         content = self.oracle._content(group, story)
-        places = [divmod(i, group.block) for i in range(self.request.encoder_tokens)]
-        return [(column, place, content) for column, place in places]
+        cells = [divmod(i, group.block) for i in range(self.request.encoder_tokens)]
+        return [(column, offset, content) for column, offset in cells]
 
     def _read_encoder(self, group: Group) -> None:
-        for column, place, content in self._encoder_contents(group):
-            self._check(group, column, place, content, "the encoder")
+        for column, offset, content in self._encoder_contents(group):
+            self._check(group, column, offset, content, "the encoder")
 
     def _write_encoder(self, group: Group) -> None:
-        for column, place, content in self._encoder_contents(group):
+        for column, offset, content in self._encoder_contents(group):
             block = self._block(group, column)
-            self.oracle.device.blocks.setdefault(block, {})[place] = content
+            self.oracle.device.blocks.setdefault(block, {})[offset] = content
 
     # --- states -----------------------------------------------------------------------
 
@@ -585,8 +587,8 @@ class _Step:
 
     def _write_states(self, group: Group) -> dict[int, int]:
         known, written = self.request.states[group.index], dict[int, int]()
-        places = self._places(group)
-        for num_tokens, column in places.items():
+        new = self._state_columns(group)
+        for num_tokens, column in new.items():
             block = self._block(group, column)
             content = self.oracle._content(group, self.request.story[num_tokens])
             self.oracle.device.blocks[block] = {0: content}
@@ -597,9 +599,9 @@ class _Step:
             kept = {n: c for n, c in kept.items() if c == group.newest_block(n)}
         elif group.mode == "align" and self.before % group.block == 0 and not group.drafts:
             kept = {n: c for n, c in known.items() if n == self.before}
-            kept = {n: c for n, c in kept.items() if c not in places.values()}
+            kept = {n: c for n, c in kept.items() if c not in new.values()}
         known.clear()
-        known.update(kept | places)
+        known.update(kept | new)
         if group.mode == "align":  # `Oracle.rewind` writes the accepted one there
             last = group.newest_block(self.total)
             known.update(dict.fromkeys(self._to_verify(), last))
@@ -611,7 +613,7 @@ class _Step:
         assert certain == self.before + 1 or certain >= self.total, "drafts next to other tokens"
         return list(range(certain, self.total + 1))
 
-    def _places(self, group: Group) -> dict[int, int]:
+    def _state_columns(self, group: Group) -> dict[int, int]:
         """Returns the columns into which a step writes states, by numbers of tokens."""
         before, total, last = self.before, self.total, group.newest_block(self.total)
         counts = self._to_verify() or [total]
@@ -627,16 +629,16 @@ class _Step:
 
     def _block(self, group: Group, column: int) -> int:
         block = self.oracle.device.block(self.row, group.index, column)
-        ids = self.held[group.index]
+        ids = self.block_ids[group.index]
         host = ids[column] if column < len(ids) else 0
         assert block and block == host, (
             f"group {group.index}, column {column}: the device has block {block}, the host {host}"
         )
         return block
 
-    def _check(self, group: Group, column: int, place: int, content: int, what: str) -> None:
+    def _check(self, group: Group, column: int, offset: int, content: int, what: str) -> None:
         block = self._block(group, column)
-        found = self.oracle.device.blocks.get(block, {}).get(place)
+        found = self.oracle.device.blocks.get(block, {}).get(offset)
         assert found == content, f"group {group.index}, block {block}: WRONG BYTES of {what}"
 
     def _check_stale(self, group: Group, column: int) -> None:

@@ -220,15 +220,15 @@ class Simulation:
         """
         row = self.manager.requests[request.name]
         try:
-            handed = self.manager.export_blocks(request.name)
+            exported = self.manager.export_blocks(request.name)
         except ValueError:
             is_new = not request.computed or request.unsynced > 0
             has_drafts = any(group.drafts for group in self.oracle.groups)
             copies = self.manager.pending_copies_by_row[row]
-            assert is_new or has_drafts or copies, f"{request.name!r} cannot be handed over"
+            assert is_new or has_drafts or copies, f"{request.name!r} cannot be exported"
         else:
-            assert request.unsynced == 0, "blocks are handed over that no step has brought"
-            self.oracle.check_handed(request, handed)
+            assert request.unsynced == 0, "blocks are exported whose bytes no step has written"
+            self.oracle.check_export(request, exported)
 
     def forget(self, name: Hashable) -> None:
         self.forgotten.append(self.requests.pop(name))
@@ -268,7 +268,7 @@ class Simulation:
             self.oracle.check_tree()
             for request in (*self.forgotten[-4:], *self.requests.values()):
                 if request.tokens:
-                    self.oracle.check_kept(request, self.keys(request))
+                    self.oracle.check_cached(request, self.keys(request))
 
     def refused(self, call: Callable[[], object], *errors: type[Exception]) -> bool:
         """Makes a call that may be refused. Returns whether it was; it then changed nothing."""
