@@ -13,6 +13,9 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from pallas_kernels import _capability
 
+# Processes of tests would compile each module of jaxkv anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Most of the suite's time is compiling.
 if not shutil.which("nvidia-smi"):
     # LLVM leaves XLA's program as it is, and what runs is tiny.

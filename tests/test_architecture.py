@@ -151,9 +151,7 @@ def run(code: str, *options: str, arguments: Sequence[str] = ()) -> str:
     """Returns what code prints in a fresh interpreter, which finds the same packages."""
     done = subprocess.run(
         [sys.executable, *options, "-c", code, *arguments],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(str(path.parent) for path in PACKAGES)}
-        | {"PYTHONDONTWRITEBYTECODE": ""},  # else every run compiles every module anew
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(path.parent) for path in PACKAGES)},
         capture_output=True,
         text=True,
     )
