@@ -255,6 +255,7 @@ LATENT: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family(read=_mla.deepseek_v2),
     **_each("longcat_flash longcat_flash_ngram", Family(read=_mla.longcat)),
+    "longcat": Family(read=_mla.longcat, dtype="bfloat16"),
     **_each("deepseek_v32 glm_moe_dsa", Family(read=_mla.deepseek_v32)),
     "deepseek_v4": Family(read=_mla.deepseek_v4),
     "deepseek_v41_text": Family(read=_deepseek_v41.deepseek_v41),

@@ -40,6 +40,8 @@ HARMLESS = frozenset(
 )
 
 DTYPES = "torch_dtype", "dtype"
+# Class of a model -> model type of its files, which name none.
+BY_CLASS = {"LongcatCausalLM": "longcat"}
 # Fields that a language model takes from its wrapper, unless it has them itself.
 INHERITED = frozenset(
     {*DTYPES, "quantization_config", "compression_config", "model_type", "architectures"}
@@ -127,6 +129,10 @@ def model_type_of(config: Config) -> str:
       ValueError: an unknown wrapper around the language model.
     """
     found, outer = inner_config(config), str(config.get("model_type"))
+    if config.get("model_type") is None:
+        classes = config.get("architectures")
+        names = classes if isinstance(classes, list) else []
+        outer = next((BY_CLASS[name] for name in names if name in BY_CLASS), outer)
     if found is None:
         return WRAPPERS.get(outer, outer)
     name, inner = found

@@ -46,10 +46,22 @@ def deepseek_v2(reader: ConfigReader, options: Options) -> Layers:
 
 
 def longcat(reader: ConfigReader, options: Options) -> Layers:
-    """LongCat-Flash: each of ``num_layers`` layers attends twice, with a cache for each time."""
+    """LongCat-Flash and 2.0: each of ``num_layers`` layers attends twice, with a cache for each.
+
+    Sparse attention (``attention_method`` "LSA") has an index at every ``cli_factor``-th of these,
+    as in configs/model_config.py of SGLang 0.5.23.
+    """
     count = 2 * reader.layer_count("num_layers")
     reader.expect("num_hidden_layers", count, count // 2)
-    return name_layers([(MLA,)] * count, {MLA: latent_attention(reader, options)})
+    is_sparse = reader.value("attention_method") == "LSA"
+    if not is_sparse and reader.value("index_head_dim") is None:
+        return name_layers([(MLA,)] * count, {MLA: latent_attention(reader, options)})
+    reader.expect("use_mla", True)
+    reader.ignore("index_local_tokens", "index_init_tokens", "index_k_norm_type")
+    every = reader.number("cli_factor")
+    layers = [(MLA,) if i % every else (MLA, INDEXER) for i in range(count)]
+    specs = {MLA: latent_vectors(reader, options, "bfloat16"), INDEXER: index_keys(reader, options)}
+    return name_layers(layers, specs)
 
 
 def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
