@@ -409,6 +409,19 @@ def test_a_tower_has_what_its_class_assumes_where_a_file_leaves_it_out() -> None
         list(towers(config, 7))
 
 
+def test_towers_are_read_by_the_names_of_their_makers() -> None:
+    def counted(outer: str, **vision: Any) -> int:
+        config = {"model_type": outer, "text_config": {}, "vision_config": vision}
+        return sum(matrix.parameters for matrix in towers(config, 7))
+
+    kimi = {"hidden_size": 8, "intermediate_size": 20, "num_hidden_layers": 3}
+    makers = {f"vt_{name}": size for name, size in kimi.items()}
+    assert counted("kimi_k25", **makers) == counted("kimi_k25", **kimi)
+    step = counted("step3p7", model_type="perception_encoder", width=1536, layers=47)
+    layers = 47 * (4 * 1536**2 + 2 * 1536 * 8960)
+    assert step == layers + 1536 * 3 * 14**2 + 7 * (1536 + 7)
+
+
 def test_the_experts_of_dots3_see_are_listed_or_those_of_its_class() -> None:
     fields, _ = OWN_TOWERS["dots3_note_vision_encoder"]
     vision = {"model_type": "dots3_note_vision_encoder", **fields}

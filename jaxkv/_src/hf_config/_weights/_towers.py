@@ -69,6 +69,8 @@ ASSUMED: Mapping[str, Mapping[str, Any]] = {
     "kimi_k25_vision": {"intermediate_size": 4304, "patch_size": 14},
     "llama4_vision_model": {"intermediate_size": 5632, "patch_size": 14},
     "step3p5_vision": {"patch_size": 14},
+    # vllm/transformers_utils/configs/step5.py, version 0.33, of Step 3.7
+    "perception_encoder": {"patch_size": 14, "mlp_ratio": 8960 / 1536},
     "hy_v4_vl_vision": {"intermediate_size": 6144, "patch_size": 16, "spatial_merge_size": 2},
     "inkling2_vision": {"patch_size": 20, "spatial_merge_size": 2},
     "minimax_m3_vl_vision": {"intermediate_size": 5120, "patch_size": 14, **TIMES_2},
@@ -180,13 +182,13 @@ def _kimi_k3(fields: Fields, text_width: int) -> Iterable[Matrix]:
 
 def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
     """Yields the matrices of an encoder of images, and of the projector behind it."""
-    width = fields.number("hidden_size", "vt_hidden_size")
+    width = fields.number("vt_hidden_size", "hidden_size", "width")
     if fields.model_type == "qwen2_vl":  # its hidden_size belongs to the language model
         width = fields.number("embed_dim", default=width)
-    depth = fields.number("depth", "num_hidden_layers", "vt_num_hidden_layers")
+    depth = fields.number("depth", "vt_num_hidden_layers", "num_hidden_layers", "layers")
     ratio = fields.first("mlp_ratio")
-    default = int(width * ratio) if isinstance(ratio, int | float) else None
-    inner = fields.number("intermediate_size", "vt_intermediate_size", default=default)
+    default = int(width * ratio + 1e-6) if isinstance(ratio, int | float) else None
+    inner = fields.number("vt_intermediate_size", "intermediate_size", default=default)
     if fields.model_type in GLM:
         inner = fields.number("out_hidden_size")
     gated = fields.model_type in GATED
