@@ -10,6 +10,7 @@ from jaxkv._src.internal.numbers import NULL_BLOCK, cdiv
 from jaxkv._src.plotting._style import PALE, UNUSED, count_of, finish, new_axes, write_in
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from jaxkv._src.cache import KVCache, StepBatch
@@ -48,20 +49,10 @@ def plot_block_tables(cache: "KVCache", *, batch: "StepBatch | None" = None) -> 
     names = []
     for group, (growth, count) in enumerate(zip(layout.growths, shown, strict=True)):
         entries = slice(first := layout.table_offsets[group], first + count)
-        ids, is_read = tables[rows, entries], read[rows, entries]
         is_used = np.arange(count) < used[rows, group, None]
-        colour = group_colour(group)
         ax.barh(range(len(rows)), count, 1, starts[group] - 0.5, color=PALE, alpha=0.5)
-        filled = is_used & (ids != NULL_BLOCK)
-        styles: tuple[tuple[np.ndarray, dict[str, Any]], ...] = (
-            (is_used & ~filled, UNUSED),
-            (filled & is_read, {"color": colour, "edgecolor": "white"}),
-            (filled & ~is_read, {"color": paler(colour, 0.35), "edgecolor": "white"}),
-        )
-        for where, style in styles:
-            lines, at = np.nonzero(where)
-            bars = ax.barh(lines, 1, 1, starts[group] + at - 0.5, **style)
-            write_in(ax, bars, [str(i) if i != NULL_BLOCK else "" for i in ids[where]])
+        cells = tables[rows, entries], is_used, read[rows, entries]
+        _draw_ids(ax, group_colour(group), starts[group] - 0.5, *cells)
         width = layout.row_blocks[group]
         drawn = f"{width:,} per row" if count == width else f"{count} of {width:,} shown"
         names.append(f"group {group}\n{growth.kind} @ {growth.block_size}\n{drawn}")
@@ -76,6 +67,22 @@ def plot_block_tables(cache: "KVCache", *, batch: "StepBatch | None" = None) -> 
     title += f"\n{cache.error(flags)}" if flags else ""
     title += "\npaler: not read by the step" if batch else ""
     return finish(ax, title, ylabel="row")
+
+
+def _draw_ids(
+    ax: "Axes", colour: str, left: float, ids: np.ndarray, is_used: np.ndarray, is_read: np.ndarray
+) -> None:
+    """Draws the entries of a group, [rows, blocks], from ``left`` on, and writes ids in them."""
+    filled = is_used & (ids != NULL_BLOCK)
+    styles: tuple[tuple[np.ndarray, dict[str, Any]], ...] = (
+        (is_used & ~filled, UNUSED),
+        (filled & is_read, {"color": colour, "edgecolor": "white"}),
+        (filled & ~is_read, {"color": paler(colour, 0.35), "edgecolor": "white"}),
+    )
+    for where, style in styles:
+        lines, at = np.nonzero(where)
+        bars = ax.barh(lines, 1, 1, left + at, **style)
+        write_in(ax, bars, [str(i) if i != NULL_BLOCK else "" for i in ids[where]])
 
 
 def _read(cache: "KVCache", batch: "StepBatch") -> np.ndarray:

@@ -97,7 +97,28 @@ def pack_step(
     batch = _batch(
         shape, as_int32("rows", rows), computed, as_int32("num_new_tokens", num_new_tokens)
     )
-    encoder, own = as_int32("encoder_lens", encoder_lens), as_int32("extra", extra)
+    encoder, accepted = _per_request(shape, batch, computed, encoder_lens, accepted_tokens)
+    own = as_int32("extra", extra)
+    num_rows = max(batch.rows.size, listed.changed_rows.size)
+    longest = int((computed.astype(np.int64) + batch.counts).max(initial=0))
+    changes = listed.ids.size, sum(ids.size for ids in zeroed), len(copied)
+    check_fits(shape, (num_rows, batch.num_tokens, batch.longest, longest, own.size, *changes))
+    data = np.empty(shape.format.size, np.int32)
+    write_batch(shape, data, batch, computed, encoder, accepted, own)
+    put(shape, data, changed_rows=listed.changed_rows, row_lengths=listed.row_lengths.T.reshape(-1))
+    parts = zip(("rows", "logical_blocks", "ids", "ends"), listed, strict=False)
+    put(shape, data, **{f"entry_{name}": part for name, part in parts})
+    ends = np.cumsum([ids.size for ids in zeroed])
+    put(shape, data, zero_ids=np.concatenate(zeroed), zero_ends=ends)
+    write_copies(shape, data, copied)
+    return Upload(data=data, shape=shape)
+
+
+def _per_request(
+    shape: StepShape, batch: Batch, computed: np.ndarray, encoder_lens: Ints, accepted_tokens: Ints
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns encoder tokens and accepted tokens, int32[B] each, or empty arrays."""
+    encoder = as_int32("encoder_lens", encoder_lens)
     if encoder.size not in (0, batch.rows.size):
         raise ValueError(
             f"encoder_lens has {encoder.size} entries for {batch.rows.size} rows; give one per "
@@ -115,19 +136,7 @@ def pack_step(
             f"accepted_tokens={accepted.tolist()} must be from 0 to num_computed_tokens="
             f"{computed.tolist()}"
         )
-    num_rows = max(batch.rows.size, listed.changed_rows.size)
-    longest = int((computed.astype(np.int64) + batch.counts).max(initial=0))
-    changes = listed.ids.size, sum(ids.size for ids in zeroed), len(copied)
-    check_fits(shape, (num_rows, batch.num_tokens, batch.longest, longest, own.size, *changes))
-    data = np.empty(shape.format.size, np.int32)
-    write_batch(shape, data, batch, computed, encoder, accepted, own)
-    put(shape, data, changed_rows=listed.changed_rows, row_lengths=listed.row_lengths.T.reshape(-1))
-    parts = zip(("rows", "logical_blocks", "ids", "ends"), listed, strict=False)
-    put(shape, data, **{f"entry_{name}": part for name, part in parts})
-    ends = np.cumsum([ids.size for ids in zeroed])
-    put(shape, data, zero_ids=np.concatenate(zeroed), zero_ends=ends)
-    write_copies(shape, data, copied)
-    return Upload(data=data, shape=shape)
+    return encoder, accepted
 
 
 def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) -> Entries:
