@@ -158,7 +158,8 @@ def whisper(fields: Fields, text_width: int) -> Iterator[Matrix]:
     depth = fields.number("num_hidden_layers", "encoder_layers")
     yield Matrix("audio.layer", 4 * width + 2 * inner, width, "tower", depth)
     bins = fields.number("num_mel_bins", default=128)
-    if channels := fields.number("downsample_hidden_size", default=0):
+    default = 480 if outer in ("qwen3_asr", "qwen3_omni_moe_thinker") else 0  # as their classes do
+    if channels := fields.number("downsample_hidden_size", default=default):
         yield Matrix("audio.convs", channels, 9 * (1 + 2 * channels), "other", max_ranks=WHOLE)
         yield Matrix("audio.conv_out", width, channels * cdiv(bins, 8), "tower")
     else:
@@ -167,7 +168,7 @@ def whisper(fields: Fields, text_width: int) -> Iterator[Matrix]:
         positions = fields.number("max_source_positions", default=1500)
         yield Matrix("audio.positions", positions, width, "other", max_ranks=WHOLE)
     if outer in OMNI:
-        text_width = fields.number("output_dim", default=text_width)
+        text_width = fields.number("output_dim", default=3584)
     if outer in ("qwen2_audio", "qwen2_5_omni_thinker"):
         yield Matrix("audio.project", text_width, width, "tower")
         return
