@@ -321,6 +321,7 @@ def test_what_chooses_the_tokens_of_step_5_follows_its_sparse_config() -> None:
         ("Solar-Open2-250B", "gqa_layers", [0, 48], "numbers of layers below 48"),
         ("Nemotron-H Puzzle, sizes of a test", "block_configs", [{}] * 4, "contradicts layers_bl"),
         ("Nemotron-H Puzzle, sizes of a test", "block_configs", [{"kv": 1}], "an entry may hold b"),
+        ("MiniCPM-SALA", "mixer_types", ["mamba"], "are none of minicpm4, minicpm, standard"),
         ("K2-Horizon-MoVA, sizes of a sketch", "mova_num_experts", 8, "=8 may give the size of w"),
     ],
 )

@@ -51,54 +51,9 @@ def berrylm(reader: ConfigReader, options: Options) -> Layers:
     the file says otherwise.
     """
     reader.default(full_attention_interval=4)
-    kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR}, _by_interval(reader))
+    kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR}, by_interval(reader))
     reader.default(mamba_ssm_dtype="float32")
     specs = {FULL: full_attention(reader, options), LINEAR: qwen3_next_state(reader, options)}
-    return name_layers([(kind,) for kind in kinds], specs)
-
-
-def alice_ai(reader: ConfigReader, options: Options) -> Layers:
-    """AliceAI: Kimi delta attention by the names of gated delta nets, and full attention.
-
-    vllm/model_executor/models/alice_ai.py: matrices are float32, keys and values have the same
-    heads. Every fourth layer is full, unless the file says otherwise.
-    """
-    reader.default(full_attention_interval=4)
-    kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR}, _by_interval(reader))
-    heads, width = "linear_num_key_heads", "linear_key_head_dim"
-    reader.expect("linear_num_value_heads", reader.number(heads))
-    reader.expect("linear_value_head_dim", reader.number(width))
-    reader.expect("mamba_ssm_dtype", "float32")
-    reader.ignore("number_of_conv_states")
-    delta = delta_attention(reader, options, heads, width, CONV)
-    return name_layers(
-        [(k,) for k in kinds], {FULL: full_attention(reader, options), LINEAR: delta}
-    )
-
-
-def solar_open2(reader: ConfigReader, options: Options) -> Layers:
-    """Solar Open 2: Kimi delta attention, and the full attention of ``gqa_layers``, from 0.
-
-    SolarOpen2Config of vLLM and transformers for upstage/Solar-Open2-250B: without that list, a
-    full layer, then ``gqa_interval`` linear ones; ``layer_types`` goes before both.
-    """
-    count, full = reader.layer_count(), reader.value("gqa_layers")
-    if full is None and reader.value("layer_types") is None:
-        full = list(range(0, count, 1 + reader.number("gqa_interval")))
-    reader.ignore("gqa_interval", "gqa_layers")
-    full = reader.listed("gqa_layers", full or [])
-    if any(not isinstance(i, int) or not 0 <= i < count for i in full):
-        raise reader.refusal("gqa_layers", f"it must hold numbers of layers below {count}")
-    default = [FULL if i in full else LINEAR for i in range(count)]
-    kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR}, default)
-    linear = reader.inner("linear_attn_config")
-    names = "num_heads", "head_dim", "short_conv_kernel_size"
-    linear.expect("num_kv_heads", linear.number("num_heads"))
-    specs = {
-        FULL: full_attention(reader, options),
-        LINEAR: delta_attention(linear, options, *names, reader),
-    }
-    linear.check_all_read()
     return name_layers([(kind,) for kind in kinds], specs)
 
 
@@ -166,13 +121,13 @@ def _qwen3_next_kinds(reader: ConfigReader) -> list[str]:
     known = {FULL: FULL, LINEAR: LINEAR}
     if reader.value("layer_types") is not None:
         kinds = reader.layer_kinds(known)
-        if reader.value("full_attention_interval") is not None and kinds != _by_interval(reader):
+        if reader.value("full_attention_interval") is not None and kinds != by_interval(reader):
             raise reader.refusal("full_attention_interval", "it contradicts layer_types")
         return kinds
-    return _by_interval(reader)
+    return by_interval(reader)
 
 
-def _by_interval(reader: ConfigReader) -> list[str]:
+def by_interval(reader: ConfigReader) -> list[str]:
     interval, count = reader.number("full_attention_interval"), reader.layer_count()
     return [LINEAR if (i + 1) % interval else FULL for i in range(count)]
 
