@@ -18,7 +18,7 @@ from pallas_kernels._recurrence.prompt_conv import convolve_prompts
 from pallas_kernels._recurrence.rings import empty_rings
 from pallas_kernels._recurrence.rule import Convolution, Replay, Requests, Rule, Spans, Tokens
 from pallas_kernels._recurrence.step import can_fuse, step_mosaic
-from pallas_kernels._recurrence.step_drafts import FLUSH
+from pallas_kernels._recurrence.step_draft_rings import FLUSH
 from pallas_kernels._recurrence.xla import run_chunks
 from pallas_kernels._zero_blocks import zero_blocks
 

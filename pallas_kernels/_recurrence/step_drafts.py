@@ -8,98 +8,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import Ref, load, store, sync_warps
-from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY
-from pallas_kernels._recurrence.step_common import Item
+from pallas_kernels._recurrence.step_common import Item, pair_layout
+from pallas_kernels._recurrence.step_draft_rings import DraftRing
 from pallas_kernels._recurrence.step_replay import RingStepper
-from pallas_kernels._recurrence.step_rings import TOGETHER, StepRing, Total
-from pallas_kernels._recurrence.step_shape import GRANULE, LOADED, StepShape
-
-FLUSH = -1  # tokens of a request whose state is to be written, and nothing else
-
-
-class DraftRing(StepRing):
-    """The ring of one thread block's item, with rows by position."""
-
-    @override
-    def start(self, item: Item) -> None:
-        computed = self.computed[item.request]
-        self._newest = lax.rem(computed + (self.length - 1), self.length)  # row
-        row, column = self._totals(item.page, item, 0, self.shape.terms - 1)
-        filled = self.pages[row, column + self._newest].astype(jnp.float32)
-        filled = jnp.where(item.is_known & (computed > 0), filled, 0.0)
-        self._filled = filled.astype(jnp.int32)
-        self.begins = (self._filled >= self.shape.limit) | (item.count == FLUSH)
-
-    @override
-    def old_row(self, item: Item, i: Array) -> Array:
-        return lax.rem(self._newest + (1 + self.length) - self._filled + i, self.length)
-
-    @override
-    def new_row(self, item: Item, t: Array | int) -> Array:
-        return lax.rem(self._newest + 1 + t, self.length)
-
-    @override
-    def _granules(self, item: Item) -> list[tuple[int, Array]]:
-        newest, found = lax.div(self._newest, GRANULE), list[tuple[int, Array]]()
-        for n in range(self.length // GRANULE):
-            last = self._newest + self.length - (n * GRANULE + GRANULE - 1)
-            age = jnp.where(newest == n, 0, lax.rem(last, self.length))
-            found.append((n, jnp.where(age < self._filled, n, newest)))
-        return found
-
-    @override
-    def read_total(self, item: Item, j: int) -> Total:
-        last, terms = jnp.float32(0), list[Array]()
-        for term in range(self.shape.terms - 1):
-            row, column = self._totals(item.page, item, j, term)
-            terms.append(load(self.pages.at[row, pl.ds(column, LOADED)], self.row))
-            last += self.pages[row, column + self._newest].astype(jnp.float32)
-        index = self._index()
-        age = lax.rem(lax.broadcast(self._newest + self.length, index.shape) - index, self.length)
-        is_there = (index < self.length) & (age < self._filled)
-        total = jnp.where(is_there, sum(terms[1:], terms[0]), 0.0)
-        return Total(jnp.where(self._filled > 0, last, 0.0), total, is_there)
-
-    @override
-    def resume(self, item: Item, state: Array, j: Array, start: Array) -> Array:
-        known, part = self._filled, (start, self.shape.rows)
-
-        def add(turn: Array, state: Array) -> Array:
-            for n in range(TOGETHER):  # to hide the latency
-                i = turn * TOGETHER + n
-                row = self.old_row(item, jnp.minimum(i, known - 1))
-                weight = jnp.where(i < known, self.weights[0, 2, row], 0.0)
-                added = load(self.added_at(0, row, part), self.row) * weight
-                key = lax.broadcast_in_dim(load(self.keys.at[row], self.column), state.shape, [1])
-                state = state + lax.broadcast_in_dim(added, state.shape, [0]) * key
-            return state
-
-        return lax.fori_loop(0, lax.div(known + (TOGETHER - 1), TOGETHER), add, state)
-
-    @override
-    def prepare(
-        self, item: Item, write: tuple[Array, Array], logs: list[Array], total_read: Total
-    ) -> Array:
-        before, total, is_there = total_read
-        self._store_weights(0, before, total, is_there)
-        row, column = self._totals(item.page, item, 0, self.shape.terms - 1)
-        counts = load(self.pages.at[row, pl.ds(column, LOADED)], self.row).astype(jnp.float32)
-        after, count = (jnp.where(self.begins, 0, x) for x in (before, self._filled))
-        for t, log in enumerate(logs):
-            after += jnp.maximum(log, LEAST_LOG_DECAY)
-            row = jnp.where(t < item.count, self.new_row(item, t), -1)
-            total = self.put(total, row, after)
-            counts = self.put(counts, row, (count + (t + 1)).astype(jnp.float32))
-        self._commit()  # a barrier: all threads have read what is overwritten
-        self.store_total(item, write, 0, total)
-        row, column = self._totals(write[0], item, 0, self.shape.terms - 1)
-        counts = counts.astype(self.shape.page)
-        pl.when(write[1])(lambda: store(self.pages.at[row, pl.ds(column, LOADED)], counts))
-        return jnp.exp(before)
+from pallas_kernels._recurrence.step_rings import THREADS, Total
+from pallas_kernels._recurrence.step_shape import StepShape
 
 
 class Token(NamedTuple):
-    """A token of an item, in scalars, as each row of a state needs it.
+    """A token of an item, in scalars, as each value needs it.
 
     decay: from the state before the item's tokens.
     held, seen: of each earlier token, its key's product with this one's key, and with this one's
@@ -113,11 +30,12 @@ class Token(NamedTuple):
 
 
 class DraftReplayer(RingStepper):
-    """Steps of a few tokens, the last of which may be rejected; tiles of one value head.
+    """Steps of a few tokens, the last of which may be rejected; values of one head.
 
-    A state before the tokens becomes the checkpoint if the ring would be too full after the next
-    step. Tokens add to the ring alone: outputs need the products of that state with all keys and
-    queries, and of these with each other.
+    Tokens add to the ring alone: their outputs need the products of the checkpoint, of what the
+    ring adds to it, and of each other, with all keys and queries. The state before the tokens is
+    computed if it is to become the checkpoint, because the ring would be too full after the next
+    step.
     """
 
     def __init__(
@@ -131,7 +49,10 @@ class DraftReplayer(RingStepper):
         super().__init__(shape, head_row, conv_start, ring_rows, refs)
         self.drafts = DraftRing(shape, ring_rows, self.pages, self.computed, *self.ring_scratch[:3])
         self.ring = self.drafts
-        self.vectors = self.ring_scratch[3]
+        self.vectors, self.weights, self.products = self.ring_scratch[3:]
+        self.size = shape.tiles * shape.rows  # values of a thread block
+        layouts = {THREADS: self.ring.vector, THREADS // 2: pair_layout().reduce(1)}
+        self.values = layouts.get(self.size, self.row)
 
     @override
     def _locate(self) -> Item:
@@ -145,47 +66,45 @@ class DraftReplayer(RingStepper):
         for stage in range(shape.stages):
             self._fetch(item, first + stage, stage)
         self._fetch_small(item)
-        page, is_known = self._page(self.write_ids[item.request, 0])
-        leads = page, is_known & (item.tile == 0)
-        places = [jnp.clip(item.token + t, 0, len(self.beta) - 1) for t in range(shape.tokens)]
+        write = self._page(self.write_ids[item.request, 0])
+        leads = write[0], write[1] & (item.tile == 0)
+        last = self.beta.shape[0] - 1
+        places = [jnp.clip(item.token + t, 0, last) for t in range(shape.tokens)]
         logs = [self.log_decay[place, item.head] for place in places]
         betas = [self.beta[place, item.head] for place in places]
         total = ring.read_total(item, 0)
         plgpu.barrier_wait(self.ready)
-        tokens = self._prepare(item, leads, logs, betas)
+        tokens = self._prepare(item, leads, logs, betas, total)
         before = ring.prepare(item, leads, logs, total)
         moves = self.read_ids[item.request] != self.write_ids[item.request, 0]
-        pl.when(leads[1] & moves)(lambda: ring.move(item, page))
-        begins = is_known & (ring.begins | moves)
-
-        @pl.loop(0, shape.tiles)
-        def _(n: Array) -> None:
-            stage = lax.rem(n, shape.stages)
-            plgpu.barrier_wait(self.full.at[stage])
-            checkpoint = load(self.loaded.at[stage], self.layout)
-            known = lax.broadcast(item.is_known, checkpoint.shape)
-            checkpoint = jnp.where(known, checkpoint, 0.0)
-            tile = first + n
-            state = ring.resume(item, checkpoint * before, jnp.int32(0), tile * shape.rows)
-            new = jnp.where(lax.broadcast(ring.begins, state.shape), state, checkpoint)
-            rows = self._rows(page, item, tile)
-            pl.when(begins)(lambda: store(rows, new.astype(shape.page)))
-            self._add(item, state, tile, tokens, (page, is_known))
-            if shape.stages < shape.tiles:
-                sync_warps()  # all have read the stage
-                later = n + shape.stages
-                pl.when(later < shape.tiles)(lambda: self._fetch(item, first + later, stage))
+        pl.when(leads[1] & moves)(lambda: ring.move(item, write[0]))
+        self._multiply(item, before, (write[0], write[1] & moves), write)
+        self._finish(item, before, self._add_up(item), tokens, write)
 
     def _prepare(
-        self, item: Item, write: tuple[Array, Array], logs: list[Array], betas: list[Array]
+        self,
+        item: Item,
+        write: tuple[Array, Array],
+        logs: list[Array],
+        betas: list[Array],
+        total: Total,
     ) -> list[Token]:
-        """Stores keys and queries, and returns the tokens; those beyond the item's are any."""
-        products, tokens = list[Array](), list[Token]()
+        """Stores keys and queries, and their products with the ring's keys.
+
+        Returns:
+          The tokens; those beyond the item's are any.
+        """
+        ring, products, tokens = self.drafts, list[Array](), list[Token]()
+        keys = load(ring.keys, ring.tile)
+        weights = jnp.where(total.is_there, jnp.exp(total.before - total.total), 0.0)
         for t in range(len(betas)):
             query, key, product = self._vectors(t)
-            store(self.vectors.at[2 * t], key)
-            store(self.vectors.at[2 * t + 1], query)
-            self.ring.store_key(item, (write[0], write[1] & (t < item.count)), key, t)
+            for n, vector in enumerate((key, query)):
+                store(self.vectors.at[2 * t + n], vector)
+                one = (keys * lax.broadcast_in_dim(vector, keys.shape, [1])).sum(axis=1) * weights
+                # Of rows that hold nothing they may be NaN.
+                store(self.weights.at[2 * t + n], jnp.where(total.is_there, one, 0.0))
+            ring.store_key(item, (write[0], write[1] & (t < item.count)), key, t)
             products.append(product)
         for t, beta in enumerate(betas):  # each thread reads what it has stored
             key, query = (load(self.vectors.at[2 * t + n], self.column) for n in range(2))
@@ -198,25 +117,86 @@ class DraftReplayer(RingStepper):
             tokens.append(Token(beta, decays[0], held, [*seen, products[t]]))
         return tokens
 
-    def _add(
+    def _multiply(
+        self, item: Item, before: Array, moved: tuple[Array, Array], write: tuple[Array, Array]
+    ) -> None:
+        """Stores the products of the checkpoint with keys and queries, and a new checkpoint.
+
+        Args:
+          before: decay from the checkpoint to the first token.
+          moved: takes the checkpoint as it is, where a page is written that was not read.
+        """
+        ring, shape, first = self.drafts, self.shape, item.tile * self.shape.tiles
+        begins = write[1] & ring.begins
+
+        @pl.loop(0, shape.tiles)
+        def _(n: Array) -> None:
+            stage, part = lax.rem(n, shape.stages), pl.ds(n * shape.rows, shape.rows)
+            plgpu.barrier_wait(self.full.at[stage])
+            state = load(self.loaded.at[stage], self.layout)
+
+            @pl.loop(0, shape.tokens)  # unrolled, it takes more registers
+            def _(t: Array) -> None:
+                for i in range(0 if self.rule.delta else 1, 2):
+                    vector = load(self.vectors.at[2 * t + i], self.column)
+                    one = state * lax.broadcast_in_dim(vector, state.shape, [1])
+                    store(self.products.at[2 * t + i, part], one.sum(axis=1))
+
+            @pl.when(begins | moved[1])
+            def _() -> None:
+                loaded = load(self.loaded.at[stage], self.layout)
+                known = lax.broadcast(item.is_known, loaded.shape)
+                loaded = jnp.where(known, loaded, 0.0)
+                rows = self._rows(write[0], item, first + n)
+
+                @pl.when(begins)
+                def _() -> None:
+                    start = (first + n) * shape.rows
+                    resumed = ring.resume(item, loaded * before, jnp.int32(0), start)
+                    store(rows, resumed.astype(shape.page))
+
+                pl.when(~begins)(lambda: store(rows, loaded.astype(shape.page)))
+
+            if shape.stages < shape.tiles:
+                sync_warps()  # all have read the stage
+                later = n + shape.stages
+                pl.when(later < shape.tiles)(lambda: self._fetch(item, first + later, stage))
+
+    def _add_up(self, item: Item) -> list[Array]:
+        """Returns the products of what the ring adds with keys and queries."""
+        start = item.tile * self.size
+        zeros = plgpu.layout_cast(jnp.zeros(self.size, jnp.float32), self.values)
+
+        def add(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            row = self.drafts.old_row(item, i)
+            added = load(self.drafts.added_at(0, row, (start, self.size)), self.values)
+            return tuple([one + added * self.weights[n, row] for n, one in enumerate(sums)])
+
+        sums = (zeros,) * (2 * self.shape.tokens)
+        return [*lax.fori_loop(0, self.drafts.known(item), add, sums)]
+
+    def _finish(
         self,
         item: Item,
-        state: Array,
-        tile: Array,
+        before: Array,
+        sums: list[Array],
         tokens: list[Token],
         write: tuple[Array, Array],
     ) -> None:
-        """Stores outputs, and what tokens add to a tile of the state before them."""
+        """Stores outputs, and what tokens add."""
+        sync_warps()  # products are there
+        part, earlier = (item.tile * self.size, self.size), list[Array]()
+        known = lax.broadcast(item.is_known, (self.size,))
 
-        def product(n: int) -> Array:
-            vector = load(self.vectors.at[n], self.column)
-            return (state * lax.broadcast_in_dim(vector, state.shape, [1])).sum(axis=1)
+        def product(n: int, decay: Array) -> Array:
+            of_checkpoint = jnp.where(known, load(self.products.at[n], self.values), 0.0)
+            return (of_checkpoint * before + sums[n]) * decay
 
-        start, earlier = tile * self.shape.rows, list[Array]()
         for t, token in enumerate(tokens):
-            added, out = self._values(t, tile), product(2 * t + 1) * token.decay
+            source = self._inputs(t).at[pl.ds(2 * self.rule.key_size + part[0], self.size)]
+            added, out = load(source, self.values), product(2 * t + 1, token.decay)
             if self.rule.delta:
-                added -= product(2 * t) * token.decay
+                added -= product(2 * t, token.decay)
                 for one, weight in zip(earlier, token.held, strict=True):
                     added -= one * weight
             added *= token.beta
@@ -226,5 +206,7 @@ class DraftReplayer(RingStepper):
 
             @pl.when(t < item.count)
             def _(t: int = t, added: Array = added, out: Array = out) -> None:
-                self._store_output(item, t, jnp.int32(0), tile, out)
-                self.ring.store_added(item, write, 0, start, added, t)
+                target = self.out.at[item.token + t, item.head, pl.ds(*part)]
+                store(target, out.astype(target.dtype))
+                row = self.drafts.added_row(write[0], item, 0, self.drafts.new_row(item, t), part)
+                pl.when(write[1])(lambda: store(row, added.astype(self.shape.page)))

@@ -14,7 +14,8 @@ TILE_BYTES = 16 * 1024  # of a tile of a state: what a thread block works on at 
 RING_TILE_BYTES = 8 * 1024  # the same of several tokens with rings, which take registers, too
 DECODE_ROWS = 32  # of a tile of one token with a ring: more take more registers
 DECODE_STAGES = {4: 3, 2: 4}  # of those, by the bytes of a number: three thread blocks fit
-DRAFT_ROWS = 64  # of a tile of a few tokens with a ring that takes drafts
+DRAFT_ROWS = 32  # of a tile of a few tokens with a ring that takes drafts
+DRAFT_STAGES = 2  # tiles of those: shared memory is for more thread blocks
 LEAST_BLOCKS = 512  # each of which computes a whole head of these; of fewer, each has one tile
 STAGES = 4  # tiles that a thread block has in shared memory
 SHARED_ALIGN = 1024  # bytes; Mosaic begins arrays in shared memory at multiples of it
@@ -122,7 +123,9 @@ class StepShape(NamedTuple):
         weights: tuple[tuple[int, ...], DTypeLike] = ((heads, 3, LOADED), jnp.float32)
         added = (heads, self.replay * rule.value_size // rule.key_size, rule.key_size), self.page
         if self.drafts:
-            return [keys, weights, added, ((2 * self.tokens, rule.key_size), jnp.float32)]
+            count = 2 * self.tokens  # keys and queries
+            sizes = rule.key_size, LOADED, self.tiles * self.rows
+            return [keys, weights, added, *(((count, size), jnp.float32) for size in sizes)]
         if self.tokens > 1:
             return [keys, weights, added]
         vectors = ((rule.key_size,), jnp.float32), ((2, heads * rule.value_size), jnp.float32)
@@ -174,13 +177,12 @@ def step_shape(
     parts = 1
     if tokens.replay is not None and most > 1:  # of few requests, whose time counts
         heads, parts = 1, rule.value_size // rows
+    stages = DECODE_STAGES[size] if decodes else STAGES
     if drafts:
-        rows = math.gcd(DRAFT_ROWS, rule.value_size)
+        rows, stages = math.gcd(DRAFT_ROWS, rule.value_size), DRAFT_STAGES
         enough = requests.batch * rule.value_heads >= LEAST_BLOCKS
         heads, parts = 1, 1 if enough else rule.value_size // rows
-    stages = min(
-        DECODE_STAGES[size] if decodes else STAGES, heads * rule.value_size // rows // parts
-    )
+    stages = min(stages, heads * rule.value_size // rows // parts)
     return StepShape(
         rule=rule,
         tokens=most,
