@@ -39,6 +39,7 @@ KERNELS = (
     "paged_attention_decode",
     "paged_attention_prefill",
     "paged_attention_combine",
+    "paged_attention_widen",
     "paged_attention_mla_decode",
     "paged_attention_mla_combine",
 )
@@ -164,6 +165,12 @@ def attention() -> Iterator[tuple[str, Any, Any]]:
                     decode,
                     (*given, TABLES, IDS),
                 )
+    for packing, heads, kv_heads, width in ((BY_HEADS[1], 16, 2, 256), (BY_HEADS[2], 32, 8, 128)):
+        row = kernels.TokenHeadRow(packing, kv_heads, width, width)
+        given = struct((256, heads, width), BF16), struct((99, 16, 1, row.row_bytes), U8)
+        prompts = functools.partial(attend, row_packing=row)
+        name = f"prompts of {heads}/{kv_heads} x {width}, {packing}"
+        yield name, prompts, (*given, TABLES, IDS, STARTS)
     drafts = functools.partial(attend, max_query_len=4)
     pages = struct((99, 16, 8, 256), BF16)
     yield "drafts", drafts, (struct((16, 32, 128), BF16), pages, TABLES, IDS, STARTS)

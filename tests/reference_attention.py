@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Interleaving, StridedPages, TokenHeadRow, _capability
+from pallas_kernels._paged_attention.decode_shape import MIN_QUERIES, PREFILL_ROWS
 from tests.helpers import HAS_LATE_BARRIERS, as_ids, kernels_run
 from tests.kernels import calls
 from tests.reference_token_heads import BY_HEADS, HIGHEST, unpack_by_heads
@@ -233,7 +234,8 @@ def define(case: Case, given: Arguments) -> Expected:
     With u the rounding of 16 bits (or of float32) and n keys: a score is a sum of K products in
     float32, so it is off by at most d = (K + 8) 2^-24 of the sum of their magnitudes; weights
     are off by 2d and by the u they are rounded to before they meet values; a float16 weight
-    below 2^-14 by 2^-25 of the largest; the output is rounded by u.
+    below 2^-14 by 2^-25 of the largest; the output is rounded by u. Prompts may round keys and
+    values with scales of heads to 16 bits, by half of u.
     """
     tokens, group = given.queries.shape[0], case.heads // case.kv_heads
     out = np.zeros((tokens, case.heads, case.value))
@@ -248,6 +250,10 @@ def define(case: Case, given: Arguments) -> Expected:
         rounding = 2.0**-22
     for request, length in enumerate(given.seq_lens.tolist()):
         begin, end = (request, request + 1) if loc is None else loc[request : request + 2].tolist()
+        is_prompt = case.tokens >= PREFILL_ROWS and end - begin > MIN_QUERIES
+        widened = 0.0
+        if case.by_heads is not None and is_prompt and not case.reproducible:
+            widened = 2.0**-9 if case.queries == "bfloat16" else 2.0**-12
         for token in range(begin, end):
             position = length - end + token
             if loc is None and not length:
@@ -284,10 +290,10 @@ def define(case: Case, given: Arguments) -> Expected:
                 out[token, head] = weights @ values / total
                 sums = (abs(keys) @ abs(query)).max(initial=0) + abs(keys).max(initial=0)
                 off = (case.key + 8) * 2.0**-24 * (sums * scale + (case.cap or 0) + abs(highest))
-                off += 2.0**-18
+                off += 2.0**-18 + widened * sums * scale
                 spread = weights @ abs(values) / total
                 tiny = 2.0**-25 * abs(values).sum(axis=0) / total
-                out_bound[token, head] = (rounding + 2 * off) * spread + tiny
+                out_bound[token, head] = (rounding + widened + 2 * off) * spread + tiny
                 out_bound[token, head] += rounding * abs(out[token, head]) + 1e-30
                 lse_bound[token, head] = 2 * off + 2.0**-22 * abs(lse[token, head])
     return Expected(out, lse, out_bound, lse_bound)

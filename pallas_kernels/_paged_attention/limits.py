@@ -14,6 +14,7 @@ from pallas_kernels._paged_attention.prefill_mma_shape import MmaShape
 from pallas_kernels._paged_attention.rule import Config
 from pallas_kernels._paged_attention.steps import GRANULE
 from pallas_kernels._paged_attention.tiles import AttentionArrays
+from pallas_kernels._paged_attention.widened import describe_places
 
 MIN_WIDTH, MAX_WIDTH = 64, 256  # of keys and of values
 WIDTHS, WIDTHS_IN_8_BITS = 16, 64  # widths are multiples of these
@@ -35,8 +36,10 @@ def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Ke
         return [own, "combine_latents"] if by_latents_kernel(config) else [own, "decode", "combine"]
     has_many = may_have_many(arrays, config, decode_size(arrays, config))
     has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
-    if config.token_head_row is not None:
-        has_prefill = False
+    if config.token_head_row is not None and has_prefill:
+        has_prefill = arrays.shared is None
+        arrays = arrays._replace(pages=describe_places(arrays, config, 1))
+        config = config.replace(row_packing=None)
     by_wgmma = _capability.instructions_of("prefill") == "wgmma, TMA"
     if not has_prefill or not (by_wgmma or MmaShape.choose(arrays, config)):
         return ["decode", "combine"]  # prompts too, if need be

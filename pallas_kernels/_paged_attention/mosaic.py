@@ -56,6 +56,9 @@ from pallas_kernels._paged_attention.tiles import (
     cut_queries,
     one_query_each,
 )
+from pallas_kernels._paged_attention.token_heads import TokenHeadRow
+from pallas_kernels._paged_attention.widen_pages import widen_pages
+from pallas_kernels._paged_attention.widened import count_places, describe_places, list_pages
 
 MAX_ELEMENTS = 128 * 128  # keys of a step times the width of values, limited by registers
 
@@ -87,9 +90,35 @@ def _decode_and_prefill(arrays: AttentionArrays, config: Config, size: int, out:
     """Writes the output of all queries, and returns their log-sum-exp."""
     tiles = _decode_tiles(arrays, config, Cut(size, is_single=True))
     lse = lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config)
-    tiles = cut_queries(arrays, config, Cut(QUERIES, align=8, least=size + 1))
+    cut = Cut(QUERIES, align=8, least=size + 1)
+    if config.token_head_row is not None:
+        return _prefill_widened(arrays, config, config.token_head_row, cut, out, lse)
+    tiles = cut_queries(arrays, config, cut)
     lse_prefill = _prefill(arrays, config, tiles, out)
     return jnp.where(tiles.token_tiles[:, None] < 0, lse, lse_prefill)
+
+
+def _prefill_widened(
+    arrays: AttentionArrays, config: Config, row: TokenHeadRow, cut: Cut, out: Ref, lse: Array
+) -> Array:
+    """Writes the output of prompts, from pages in 16 bits, and adds their log-sum-exp to others.
+
+    The kernel of decodes takes the prompts for whose pages there is no room.
+    """
+    places, may_exceed = count_places(arrays, config, cut.least)
+    held = list_pages(arrays, config, cut.least, places)
+    pages = describe_places(arrays, config, places)
+    pages = widen_pages(arrays.pages, row, held.ids, held.count, pages)
+    widened = arrays._replace(pages=pages, block_tables=held.block_tables)
+    tiles = cut_queries(widened, config, cut, held.fits)
+    found = _prefill(widened, config.replace(row_packing=None), tiles, out)
+    lse = jnp.where(tiles.token_tiles[:, None] < 0, lse, found)
+    if may_exceed:
+        of_rest = Cut(max_queries(arrays, config), least=cut.least)
+        tiles = cut_queries(arrays, config, of_rest, ~held.fits)
+        found = lse_of_tokens(_decode(arrays, config, tiles, out), tiles, config)
+        lse = jnp.where(tiles.token_tiles[:, None] < 0, lse, found)
+    return lse
 
 
 def _prefill(arrays: AttentionArrays, config: Config, tiles: QueryTiles, out: Ref) -> Array:

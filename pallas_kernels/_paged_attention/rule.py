@@ -27,9 +27,11 @@ class AttentionRule:
       are only keys, [blocks, tokens, kv_heads, K], the value is the first V elements of its key.
     row_packing: the form of rows of bytes, in pages uint8[blocks, tokens, 1, bytes]. None: a row
       has elements of the dtype of ``pages``. A `TokenHeadRow` for keys and values with a scale for
-      each token and head. ``"fp8_ds_mla"`` for latent vectors as vLLM stores them for
-      DeepSeek-V3.2, V + V / 32 + 2 (K - V) bytes; see `PackedRow`. Pass ``value_width``, V, with
-      it; values times their scales are rounded to the dtype of queries.
+      each token and head; for prompts ``"mosaic_gpu"`` rounds keys and values times their scales
+      to the dtype of queries, in a workspace of at most 256 MiB. ``"fp8_ds_mla"`` for latent
+      vectors as vLLM stores them for DeepSeek-V3.2, V + V / 32 + 2 (K - V) bytes; see `PackedRow`.
+      Pass ``value_width``, V, with it; values times their scales are rounded to the dtype of
+      queries.
     reproducible: True: the bits of a token's output depend on its own position, query and keys
       alone, not on other requests, on rows, page ids or the lengths of arrays, nor on whether its
       request has one query in this call or many. Splits are then fixed ranges of positions, and

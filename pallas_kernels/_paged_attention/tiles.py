@@ -108,8 +108,14 @@ def one_query_each(arrays: AttentionArrays, config: Config) -> QueryTiles:
     return _tiles(arrays, config, 1, cut, jnp.where(seq_lens > 0, index, -1), zeros)
 
 
-def cut_queries(arrays: AttentionArrays, config: Config, cut: Cut) -> QueryTiles:
-    """Cuts the queries of a call with ``query_start_loc`` into tiles of one request each."""
+def cut_queries(
+    arrays: AttentionArrays, config: Config, cut: Cut, among: Array | None = None
+) -> QueryTiles:
+    """Cuts the queries of a call with ``query_start_loc`` into tiles of one request each.
+
+    Args:
+      among: bool[B], the requests that get tiles; None: all.
+    """
     num_tokens, batch = arrays.queries.shape[0], arrays.block_tables.shape[0]
     loc = jnp.clip(arrays.query_start_loc, 0, num_tokens)
     starts, ends = loc[:-1], loc[1:]
@@ -118,6 +124,8 @@ def cut_queries(arrays: AttentionArrays, config: Config, cut: Cut) -> QueryTiles
     counted = query_lens >= cut.least
     if cut.is_single:
         counted &= query_lens <= cut.size
+    if among is not None:
+        counted &= among
     first_tiles = cut.first_tiles(first_rows)
     index = jnp.arange(max(1, cut.max_tiles(batch, num_tokens)))
     if cut.is_single:

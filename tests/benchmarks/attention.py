@@ -196,6 +196,18 @@ SPECS = (
     ),
     AttentionSpec("fp8 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, FP8, 8192),
     AttentionSpec("fp8 16/2 x 256, prefill 2 x 8k", (8192,) * 2, 16, 2, 256, 16, FP8, 8192),
+    *(
+        AttentionSpec(
+            f"{packing[:4]} by heads {heads}/{kv_heads} x {width}, prefill of {len(lens)}",
+            *(lens, heads, kv_heads, width, 16, packing, lens[0]),
+        )
+        for heads, kv_heads, width, lens, packings in (
+            (32, 8, 128, (8192,) * 2, BY_HEADS),
+            (16, 2, 256, (8192,) * 2, BY_HEADS[2:]),
+            (64, 8, 64, (2048,) * 4, BY_HEADS[2:]),
+        )
+        for packing in packings
+    ),
     AttentionSpec(
         *("bf16 32/8, 64 over 4k and a chunk of 2k", (4096,) * 65, 32, 8, 128, 16),
         queries=(*(1,) * 64, 2048),

@@ -42,6 +42,7 @@ from pallas_kernels._paged_attention.tiles import (
     one_query_each,
     take,
 )
+from pallas_kernels._paged_attention.widened import list_pages
 from tests.helpers import as_ids, needs_mosaic
 
 BATCH, TOKENS, COLUMNS, PAGES = 4, 90, 12, 60
@@ -201,6 +202,30 @@ def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str)
 
 
 @needs_mosaic
+@pytest.mark.parametrize("name", RULES)
+def test_each_page_that_prompts_see_has_a_place_of_its_own_if_there_is_room(name: str) -> None:
+    rule, least = rule_of(name), 9
+    for seed, arrays in enumerate(batches(rule)):
+        places = [PAGES, 7, 1][seed % 3]
+        held = jax.tree.map(np.asarray, list_pages(arrays, rule, least, places))
+        needs, taken = dict[int, set[int]](), list[int]()
+        for request, position in queries_of(arrays, Cut(TOKENS, least=least)).values():
+            blocks = {key // rule.page_tokens for key in seen_keys(arrays, rule, request, position)}
+            needs[request] = needs.get(request, set()) | blocks
+        for request, blocks in needs.items():
+            smaller = [other for other in needs.values() if len(other) <= len(blocks)]
+            assert held.fits[request] or sum(map(len, smaller)) > places
+            for block in blocks if held.fits[request] else ():
+                page, place = arrays.block_tables[request, block], held.block_tables[request, block]
+                if 0 <= page < PAGES:
+                    assert 0 <= place < held.count <= places and held.ids[place] == page
+                    taken.append(place)
+                else:
+                    assert place == -1
+        assert len(set(taken)) == len(taken)
+        assert not held.fits[[request not in needs for request in range(BATCH)]].any()
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_masks_leave_each_query_the_keys_that_it_sees(name: str) -> None:
     from pallas_kernels._paged_attention.common import sees

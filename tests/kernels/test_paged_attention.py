@@ -297,6 +297,11 @@ INTERPRETED = {
         [70, 3],
         [0, 2, 3],
     ),
+    # There is room for the four widened pages of one of two prompts.
+    "a decode and two prefills in int4": (
+        Case(2, 1, page_tokens=32, width=5, tokens=70, pages=INT4, window=75, holes=True),
+        *([40, 155, 130], [0, 1, 21, 70]),
+    ),
     "a prefill in fp8": (INTERLEAVED._replace(pages="float8_e4m3fn"), [700], [0, 70]),
     # Ten see no key, and add up the values of 28 that others see.
     "a prefill of more queries than tokens": (
@@ -449,6 +454,7 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(
         prefill_tasks,
         rounds,
         tasks,
+        widened,
     )
     from pallas_kernels._paged_attention.decode_shape import DecodeShape
 
@@ -459,6 +465,7 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(
     monkeypatch.setattr(decode_shape, "MAX_ROWS", 16)
     monkeypatch.setattr(tasks, "SPLIT", 2)  # of reproducible attention
     monkeypatch.setattr(rounds, "WORKSPACE", 20_000)
+    monkeypatch.setattr(widened, "WORKSPACE", 40_960)
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)  # one KV head after another
     monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
     monkeypatch.setattr(DecodeShape, "num_workers", thread_blocks)
