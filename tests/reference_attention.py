@@ -234,8 +234,8 @@ def define(case: Case, given: Arguments) -> Expected:
     With u the rounding of 16 bits (or of float32) and n keys: a score is a sum of K products in
     float32, so it is off by at most d = (K + 8) 2^-24 of the sum of their magnitudes; weights
     are off by 2d and by the u they are rounded to before they meet values; a float16 weight
-    below 2^-14 by 2^-25 of the largest; the output is rounded by u. Prompts may round keys and
-    values with scales of heads to 16 bits, by half of u.
+    below 2^-14 by 2^-25 of the largest; the output is rounded by u, or by 2^-25 in float16. Prompts
+    may round keys and values with scales of heads to 16 bits, by half of u.
     """
     tokens, group = given.queries.shape[0], case.heads // case.kv_heads
     out = np.zeros((tokens, case.heads, case.value))
@@ -248,6 +248,7 @@ def define(case: Case, given: Arguments) -> Expected:
     rounding = 2.0**-8 if is_bf16 else 2.0**-11
     if case.queries == "float32" and case.pages in ("float32", *BY_HEADS):
         rounding = 2.0**-22
+    least = 2.0**-25 if case.queries == "float16" else 1e-30
     for request, length in enumerate(given.seq_lens.tolist()):
         begin, end = (request, request + 1) if loc is None else loc[request : request + 2].tolist()
         is_prompt = case.tokens >= PREFILL_ROWS and end - begin > MIN_QUERIES
@@ -294,7 +295,7 @@ def define(case: Case, given: Arguments) -> Expected:
                 spread = weights @ abs(values) / total
                 tiny = 2.0**-25 * abs(values).sum(axis=0) / total
                 out_bound[token, head] = (rounding + widened + 2 * off) * spread + tiny
-                out_bound[token, head] += rounding * abs(out[token, head]) + 1e-30
+                out_bound[token, head] += rounding * abs(out[token, head]) + least
                 lse_bound[token, head] = 2 * off + 2.0**-22 * abs(lse[token, head])
     return Expected(out, lse, out_bound, lse_bound)
 
