@@ -20,7 +20,10 @@ EVERYWHERE = {
     *("recurrent_step", "recurrent_prompt_parts", "recurrent_prompt_states"),
 }
 STARTED = {
-    **{capability: EVERYWHERE | {"recurrent_replay"} for capability in TARGETS},
+    **{
+        capability: EVERYWHERE | {"recurrent_replay", "paged_attention_widen"}
+        for capability in TARGETS
+    },
     **dict.fromkeys(("8.0", "8.6", "8.9"), EVERYWHERE),
     "9.0": set(KERNELS),
 }
