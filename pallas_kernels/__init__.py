@@ -13,6 +13,7 @@ other blocks alike, including block 0.
 
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
+- `write_token_heads`: keys and values in rows of `TokenHeadRow`, with a scale for each head.
 - `paged_attention`: attention over keys and values in pages (`StridedPages`, `RequestPages`,
   `AttentionRule`, `Interleaving`, `PackedRow`, `SharedPrefixes`, `TokenHeadRow`).
 - `gated_delta_rule`, `selective_scan` and `causal_conv1d`: recurrent layers over states in pages
@@ -48,6 +49,7 @@ from pallas_kernels._recurrence import causal_conv1d as causal_conv1d
 from pallas_kernels._recurrence import gated_delta_rule as gated_delta_rule
 from pallas_kernels._recurrence import selective_scan as selective_scan
 from pallas_kernels._write_rows import write_rows as write_rows
+from pallas_kernels._write_token_heads import write_token_heads as write_token_heads
 from pallas_kernels._zero_blocks import zero_blocks as zero_blocks
 
 __all__ = [
@@ -75,5 +77,6 @@ __all__ = [
     "read_extents",
     "selective_scan",
     "write_rows",
+    "write_token_heads",
     "zero_blocks",
 ]

@@ -15,6 +15,7 @@ from jaxkv._src.cache import CacheLayout, KVCache
 from jaxkv._src.internal.mesh import check_not_explicit, on_every_device, runs_manually
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.pool._layer import BoundLayer, check_whole
+from pallas_kernels import TokenHeadRow
 
 
 def on_devices(
@@ -51,13 +52,50 @@ def write_bytes(
     Args:
       start: bytes of a row before the data.
     """
+    extents = layer.form.extents
+    width = data.shape[-1] if extents.rows_are_whole else extents.cell_bytes
+
+    def write(pages: Array, index: Array, offsets: Array, **options: Any) -> Array:
+        return pallas_kernels.write_rows(
+            pages, index, offsets, data.reshape(index.size, width), **options
+        )
+
+    return _write(layer, block_ids, rows, write, start)
+
+
+def write_token_heads(
+    layer: BoundLayer,
+    block_ids: Array,
+    rows: Array,
+    keys: Array,
+    values: Array,
+    packing: TokenHeadRow,
+) -> Array:
+    """Writes keys and values with a scale for each head to rows of blocks; returns the buffer.
+
+    Args:
+      block_ids, rows: int32[T] each, the block of each token and its row there.
+      keys, values: [T, heads, width].
+    """
+
+    def write(pages: Array, index: Array, offsets: Array, **options: Any) -> Array:
+        return pallas_kernels.write_token_heads(
+            pages, index, offsets, keys, values, packing, **options
+        )
+
+    return _write(layer, block_ids, rows, write)
+
+
+def _write(
+    layer: BoundLayer, block_ids: Array, rows: Array, write: Callable[..., Array], start: int = 0
+) -> Array:
+    """Calls ``write(pages, indices, offsets)`` with the places of rows; returns the buffer."""
     check_whole(layer.buffer, layer.form.buffer_shape)
     extents = layer.form.extents
-    block_ids, rows = block_ids.reshape(-1), rows.reshape(-1)
-    width, head, head_offset = data.shape[-1], 0, 0
+    block_ids, rows, head, head_offset = block_ids.reshape(-1), rows.reshape(-1), 0, 0
     if not extents.rows_are_whole:  # a part for each head
         block_ids, rows = block_ids[:, None], rows[:, None]
-        width, head = extents.cell_bytes, jnp.arange(extents.heads, dtype=jnp.int32)[None]
+        head = jnp.arange(extents.heads, dtype=jnp.int32)[None]
         head_offset = head * extents.head_bytes
     tile, row = (0, rows) if extents.tiles == 1 else jnp.divmod(rows, extents.rows)
     index, offsets = jnp.broadcast_arrays(
@@ -66,11 +104,10 @@ def write_bytes(
     )
     steps = [extents.row_bytes] if extents.rows > 1 else []
     steps += [] if extents.rows_are_whole else [extents.head_bytes]
-    written = pallas_kernels.write_rows(
+    written = write(
         layer.buffer.reshape(-1, extents.extent_bytes),
         index.reshape(-1),
         offsets.reshape(-1),
-        data.reshape(index.size, width),
         align=math.gcd(extents.start_bytes + start, *steps) or extents.extent_bytes,
         implementation=layer.implementation,
     )

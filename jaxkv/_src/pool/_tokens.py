@@ -15,7 +15,13 @@ from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, LayerIndex, StepBat
 from jaxkv._src.internal.checks import check_array, check_number
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
-from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
+from jaxkv._src.pool._bytes import (
+    on_devices,
+    read_elements,
+    to_bytes,
+    write_bytes,
+    write_token_heads,
+)
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
 from jaxkv._src.specs import (
     PER_TOKEN_HEAD,
@@ -162,7 +168,12 @@ def _write_tokens(bound: BoundLayer, keys: Array, values: Array) -> Array:
 def store_tokens(bound: BoundLayer, keys: Array, values: Array) -> Array:
     """Writes keys and values on one device; returns the buffer."""
     if (packed := token_head_row(bound.form.spec)) is not None:
-        return store_rows(bound, packed.pack(keys, values))
+        block_ids, rows = _places(bound, keys.shape)
+        dtype = jnp.promote_types(keys.dtype, values.dtype)
+        keys, values = (
+            array.reshape(-1, *array.shape[-2:]).astype(dtype) for array in (keys, values)
+        )
+        return write_token_heads(bound, block_ids, rows, keys, values, packed)
     pairs = zip((keys, values), bound.key_value_scales, strict=True)
     rows = [quantize(array, bound.form.row.dtype, scale) for array, scale in pairs]
     return store_rows(bound, jnp.concatenate(rows, axis=-1))
@@ -240,19 +251,26 @@ def _write_rows(bound: BoundLayer, rows: Array, mask: Array | None) -> Array:
 
 def store_rows(bound: BoundLayer, rows: Array, mask: Array | None = None) -> Array:
     """Writes stored rows on one device; returns the buffer."""
+    block_ids, places = _places(bound, rows.shape, mask)
+    return write_bytes(bound, block_ids, places, to_bytes(rows, block_ids.ndim))
+
+
+def _places(
+    bound: BoundLayer, shape: tuple[int, ...], mask: Array | None = None
+) -> tuple[Array, Array]:
+    """Returns the block of each token that a step writes, and its row there.
+
+    Blocks are negative for tokens that are not written.
+
+    Args:
+      shape: of what is written; an encoder's tokens are its second axis.
+    """
     requests, block_size = bound.requests, bound.requests.growth.block_size
-    if requests.growth.stores == "encoder":
-        slots = requests.encoder_slots(rows.shape[1])
-    else:
-        slots = requests.token_slots
+    is_encoder = requests.growth.stores == "encoder"
+    slots = requests.encoder_slots(shape[1]) if is_encoder else requests.token_slots
     slots = slots if mask is None else jnp.where(mask, slots, PAD_SLOT)
     tokens_per_row = block_size // rows_per_block(bound.form.spec)
-    return write_bytes(
-        bound,
-        slots // block_size,  # negative without a slot
-        slots % block_size // tokens_per_row,
-        to_bytes(rows, slots.ndim),
-    )
+    return slots // block_size, slots % block_size // tokens_per_row
 
 
 def read_tokens(
