@@ -94,6 +94,11 @@ def _check(pages: Array, block_ids: Array, offsets: Array, rows: Array, align: i
             f"block_ids, offsets and rows must have one length, got {len(block_ids)}, "
             f"{len(offsets)} and {len(rows)}"
         )
+    check_align(align)
+
+
+def check_align(align: int) -> None:
+    """Raises TypeError or ValueError for what is no alignment."""
     if not isinstance(align, int):
         raise TypeError(f"align must be an int, got {align!r}")
     if align < 1:

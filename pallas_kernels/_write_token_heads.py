@@ -12,7 +12,7 @@ from pallas_kernels._arguments import as_array, as_ids, check_type
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import choose
 from pallas_kernels._paged_attention import TokenHeadRow
-from pallas_kernels._write_rows import SHORT_BYTES, write_rows
+from pallas_kernels._write_rows import SHORT_BYTES, check_align, write_rows
 
 STORED_BYTES = 8  # at once, by a thread
 FIRST_FP8 = (8, 9)  # compute capability that converts to fp8
@@ -66,7 +66,7 @@ def write_token_heads(
     )
     ids, offsets = as_ids(block_ids, "block_ids"), as_ids(offsets, "offsets")
     check_type(TokenHeadRow, row=row)
-    _check(pages, ids, keys, values, row)
+    _check(pages, ids, offsets, keys, values, row, align)
     packed = functools.partial(_write_packed, pages, ids, offsets, keys, values, row, align)
     if not _is_one_kernel(pages, keys, row, align) or not ids.size:
         return packed(implementation)
@@ -100,9 +100,27 @@ def _write_packed(
     return write_rows(pages, block_ids, offsets, rows, align=align, implementation=implementation)
 
 
-def _check(pages: Array, ids: Array, keys: Array, values: Array, row: TokenHeadRow) -> None:
+def _check(
+    pages: Array,
+    ids: Array,
+    offsets: Array,
+    keys: Array,
+    values: Array,
+    row: TokenHeadRow,
+    align: int,
+) -> None:
     if pages.dtype != jnp.uint8:
         raise TypeError(f"pages must be uint8, got {pages.dtype}")
+    if pages.ndim != 2 or pages.shape[1] < row.row_bytes:
+        raise ValueError(
+            f"pages must be uint8[N, page] with the {row.row_bytes} bytes of a row in a page, "
+            f"got shape {pages.shape}"
+        )
+    if len(ids) != len(offsets):
+        raise ValueError(
+            f"block_ids and offsets must have one length, got {len(ids)} and {len(offsets)}"
+        )
+    check_align(align)
     for name, array, width in (("keys", keys, row.key_width), ("values", values, row.value_width)):
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != keys.dtype:
             raise TypeError(

@@ -30,6 +30,7 @@ KERNELS = (
     "zero_blocks",
     "copy_blocks",
     "write_rows",
+    "write_token_heads",
     "causal_conv1d",
     "causal_conv1d_tiles",
     "recurrent_step",
@@ -114,6 +115,7 @@ BF16, F32, FP8, U8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.uint8
 IDS = struct((4,), jnp.int32)
 STARTS = struct((5,), jnp.int32)
 TABLES = struct((4, 64), jnp.int32)
+BY_HEADS: list[Any] = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
 
 
 def write_all(pages: Any, ids: Any, rows: Any) -> Any:
@@ -131,6 +133,11 @@ def moving() -> Iterator[tuple[str, Any, Any]]:
     yield "copy", kernels.copy_blocks, (pages, IDS, IDS)
     yield "copy, odd", kernels.copy_blocks, (struct((8, 515), jnp.uint8), IDS, IDS)
     yield "write", write_all, (pages, IDS, [struct((4, 1024), dtype) for dtype in dtypes])
+    for packing in BY_HEADS:
+        row = kernels.TokenHeadRow(packing, 8, 128, 128)
+        write = functools.partial(kernels.write_token_heads, row=row, align=32)
+        given = struct((8, 16 * row.row_bytes), U8), IDS, IDS, *[struct((4, 8, 128), BF16)] * 2
+        yield f"write of {packing}", write, given
 
 
 def attend(
@@ -141,7 +148,6 @@ def attend(
     return kernels.paged_attention(queries, pages, requests, rule)
 
 
-BY_HEADS: list[Any] = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
 # Heads, KV heads, width and page of models: GPT-OSS, Qwen3.5, Phi-2 and Llama-3.1.
 DECODES = [(64, 8, 64, 16), (16, 2, 256, 16), (32, 32, 80, 16), (32, 8, 128, 32)]
 

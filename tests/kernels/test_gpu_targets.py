@@ -15,7 +15,8 @@ import pytest
 from tests.gpu_targets import KERNELS, TARGETS
 
 EVERYWHERE = {
-    *("zero_blocks", "copy_blocks", "write_rows", "causal_conv1d", "causal_conv1d_tiles"),
+    *("zero_blocks", "copy_blocks", "write_rows", "write_token_heads"),
+    *("causal_conv1d", "causal_conv1d_tiles"),
     *("paged_attention_decode", "paged_attention_prefill", "paged_attention_combine"),
     *("recurrent_step", "recurrent_prompt_parts", "recurrent_prompt_states"),
 }

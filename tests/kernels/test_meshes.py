@@ -25,6 +25,7 @@ CASES = {
     "zero": {"zero_blocks"},
     "copy, odd": {"copy_blocks"},
     "write": {"write_rows"},
+    "write of int4_per_token_head": {"write_token_heads"},
     "decode of 64/8 x 64, bfloat16": SPLIT,
     "prompts of 64/8 x 64, bfloat16": {*SPLIT, "paged_attention_prefill"},
     "rows of latents": {"paged_attention_mla_decode", "paged_attention_mla_combine"},
