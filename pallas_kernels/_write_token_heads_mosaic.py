@@ -15,7 +15,6 @@ from pallas_kernels._paged_attention import TokenHeadRow
 from pallas_kernels._quantize_heads import ELEMENTS, LANES, WARPS, layout_of, load, quantize
 from pallas_kernels._store_heads import Part, Slots, store
 
-PASSES = 2  # of a thread block over heads, in one work item
 THREAD_BLOCKS_PER_SM = 8
 
 
@@ -29,7 +28,7 @@ def write_pages(
       keys, values: [T, heads, width].
     """
     lanes = row.key_bytes // ELEMENTS
-    together = WARPS * LANES // lanes  # heads
+    together = WARPS * LANES // lanes  # heads of a work item
     short = max(0, -(-together // row.kv_heads) - len(block_ids))
     block_ids = jnp.pad(block_ids, (0, short), constant_values=-1)
     offsets = jnp.pad(offsets, (0, short))
@@ -38,7 +37,6 @@ def write_pages(
         for array in (keys, values)
     )
     num_heads = len(keys)
-    together *= PASSES if num_heads >= PASSES * together else 1
     items = -(-num_heads // together)
     grid = min(items, _capability.max_thread_blocks(THREAD_BLOCKS_PER_SM))
     layout = layout_of(lanes)
