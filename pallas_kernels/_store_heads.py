@@ -19,7 +19,7 @@ from pallas_kernels._quantize_heads import ELEMENTS
 
 
 class Slots(NamedTuple):
-    """Where heads go, int32[heads] each.
+    """Places of heads, int32[heads] each.
 
     heads: their numbers, of one token after the other.
     pages, offsets: of their tokens, whether such a page exists or not.
@@ -93,7 +93,7 @@ def store(
 
 
 class _Place:
-    """Where a thread stores what it has of a head, by its lane among those of the head."""
+    """The place of what a thread has of a head, by its lane among those of the head."""
 
     def __init__(self, pages: Any, head: Any, page: Any, offset: Any, lane: Any, row: TokenHeadRow):
         word = instructions.word
