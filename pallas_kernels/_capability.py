@@ -62,6 +62,7 @@ Kernel = Literal[
     "prefill",
     "combine",
     "latents",
+    "packed_latents",
     "latent_rows",
     "combine_latents",
 ]
@@ -107,6 +108,7 @@ KERNELS: dict[Kernel, dict[Instructions, Capabilities]] = {
         "wgmma, TMA": HOPPER,
         "mma, TMA": BLACKWELL,
     },
+    "packed_latents": {"wgmma, TMA": HOPPER, "mma, cp.async": ALL},
     "latent_rows": {"wgmma, cp.async": HOPPER, "mma, cp.async": ALL},
     "combine_latents": {"plain": ALL},
 }
@@ -229,6 +231,12 @@ def shared_memory_bytes() -> int:
     if capability in ((8, 6), (8, 9)) or capability[0] == 12:
         return 99 * 1024
     return (163 if capability[0] == 8 else 227) * 1024
+
+
+def widens_8_bits(dtype: jnp.dtype) -> bool:
+    """Returns whether the default device has an instruction that widens this dtype of 8 bits."""
+    capability = compute_capability() or WITHOUT_GPU
+    return capability >= ((9, 0) if dtype == jnp.int8 else (8, 9))
 
 
 def can_store(dtype: jnp.dtype) -> bool:

@@ -18,11 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels import _capability, _mosaic
 from pallas_kernels import _instructions as instructions
-from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import Ref, widen_finite
 from pallas_kernels._warp_rows import GROUP, ROWS, WORDS
 
+NARROW: Any = plgpu.Layout.WGMMA_8BIT
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 # Sums whose rows come in pairs, as bytes did.
 PAIRED: Any = plgpu.Layout.TILED(
@@ -56,7 +57,7 @@ def encodings(page: jnp.dtype, is_4_bit: bool, *, values: bool) -> list[Encoding
         return [Encoding(unit(), 8), Encoding(16 * unit(), 8)]
     if page == jnp.int8:
         return [Encoding(unit(), 128)]
-    shifted = values and _mosaic.OPERANDS_IN_REGISTERS
+    shifted = (values or not _capability.widens_8_bits(page)) and _mosaic.OPERANDS_IN_REGISTERS
     return [Encoding(2.0**-8 if shifted else 1.0, 0)]
 
 
@@ -70,7 +71,9 @@ def interleave(array: Array, page: jnp.dtype, is_4_bit: bool) -> Array:
         array = jnp.concatenate([low, high * (1 / 16)], axis=-1)
     if not _mosaic.OPERANDS_IN_REGISTERS:
         return array
-    together = 2 if page == jnp.float8_e4m3fn else 1  # are converted together
+    together = (
+        2 if page == jnp.float8_e4m3fn and _capability.widens_8_bits(page) else 1
+    )  # are converted together
     parts = array.reshape(*array.shape[:-1], -1, 16 // 2 // together, 2, together)
     return jnp.swapaxes(parts, -3, -2).reshape(array.shape)
 
@@ -81,7 +84,8 @@ def as_keys(words: Array, page: jnp.dtype, is_4_bit: bool) -> list[Array]:
         return _encode(words, page, is_4_bit)
     shape = ROWS, GROUP
     if page == jnp.float8_e4m3fn:
-        return _convert(words, _fp8_pairs, (0, 2, 1, 3), shape, 1)
+        convert_fp8 = _fp8_pairs if _capability.widens_8_bits(page) else _fp8_bits
+        return _convert(words, convert_fp8, (0, 2, 1, 3), shape, 1)
     convert, count = (_halves, 2) if is_4_bit else (_bytes, 1)
     return _convert(words, convert, (0, 2, 1, 3), shape, count)
 
@@ -95,6 +99,39 @@ def as_values(words: Array, page: jnp.dtype, is_4_bit: bool) -> list[Array]:
         return _convert(words, _fp8_bits, (0, 1, 2, 3), shape, 1)
     convert, count = (_halves, 2) if is_4_bit else (_bytes, 1)
     return _convert(words, convert, (0, 1, 2, 3), shape, count)
+
+
+def widen_fours(array: Array) -> Array:
+    """Returns float8_e4m3fn [64, n] in float32, NaN as 480, by the bits of four numbers at once.
+
+    For GPUs without instructions for it; in the layout `NARROW`.
+    """
+    if not _mosaic.OPERANDS_IN_REGISTERS:
+        return widen_finite(array).astype(jnp.float32)
+    result = instructions.struct(array.shape, jnp.float32, NARROW)
+
+    @plgpu.inline_mgpu(arg_types=(NARROW,), return_type=result)
+    def run(_: Any, given: Any) -> Any:
+        kind, found = ir.F32Type.get(), list[Any]()
+        for register in given.registers.flat:
+            word = utils.bitcast(register, instructions.word_type())
+            even, odd = [
+                arith.ori(
+                    instructions.mask(magnitude, 0x07F007F0), instructions.mask(sign, 0x80008000)
+                )
+                for magnitude, sign in (
+                    (instructions.shift_left(word, 4), instructions.shift_left(word, 8)),
+                    (instructions.shift(word, 4), word),
+                )
+            ]
+            lower = [instructions.shift_left(pair, 16) for pair in (even, odd)]
+            upper = [instructions.mask(pair, 0xFFFF0000) for pair in (even, odd)]
+            numbers = [utils.bitcast(bits, kind) for bits in (*lower, *upper)]
+            bias = arith.constant(kind, ir.FloatAttr.get(kind, 2.0**120))  # of the exponents
+            found.append(instructions.pack([arith.mulf(one, bias) for one in numbers]))
+        return instructions.as_fragments(found, result.shape, jnp.float32, NARROW)
+
+    return run(array)
 
 
 def _encode(words: Array, page: jnp.dtype, is_4_bit: bool) -> list[Array]:

@@ -164,12 +164,10 @@ def sync_warps() -> None:
 
 def widen(array: Array, dtype: DTypeLike) -> Array:
     """Returns 8-bit numbers in 16 bits, also on GPUs without instructions for it."""
-    is_int = array.dtype == jnp.int8
-    capability = _capability.compute_capability() or _capability.WITHOUT_GPU
-    if capability >= ((9, 0) if is_int else (8, 9)):
+    if _capability.widens_8_bits(array.dtype):
         return array.astype(dtype)
     bits = lax.bitcast_convert_type(array, jnp.uint8).astype(jnp.uint16)
-    if is_int:  # 1,024 plus the number and 128
+    if array.dtype == jnp.int8:  # 1,024 plus the number and 128
         value = lax.bitcast_convert_type((bits ^ 0x80) | 0x6400, jnp.float16) - 1152
     elif array.dtype == jnp.float8_e5m2:  # the upper half of a float16
         value = lax.bitcast_convert_type(bits << 8, jnp.float16)

@@ -33,7 +33,7 @@ from pallas_kernels._paged_attention.decode_block import (
     DecodeScratch,
     Outputs,
 )
-from pallas_kernels._paged_attention.decode_rows import RowSteps
+from pallas_kernels._paged_attention.decode_rows import RowSteps, packed_queries
 from pallas_kernels._paged_attention.decode_shape import (
     SCALE,
     SINKS,
@@ -86,12 +86,17 @@ def decode(
     results = (tasks.num_splits, config.kv_heads, rows)
     decoder = _WarpDecoder if shape.by_warp else _RowDecoder if shape.by_row else _Decoder
     queries = interleave(queries, shape.page, shape.is_4_bit) if shape.by_warp else queries
+    queries = packed_queries(queries, config) if shape.is_packed else queries
     threads: dict[str, Any] = {}
     params = plgpu.CompilerParams(approx_math=True)
     if shape.warpgroups > 1:
         threads = {"num_threads": shape.warpgroups, "thread_name": "warpgroup"}
-    if shape.reduced:  # see `over_keys`
-        params = dataclasses.replace(params, reduction_scratch_bytes=0)
+    if shape.has_own_barriers:
+        params = dataclasses.replace(
+            params,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # see `over_keys`
+        )
     call = plgpu.kernel(
         lambda *refs: decoder(
             shape, DecodeOperands.from_refs(*refs[:-1], shape=shape), refs[-1]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import _capability
-from pallas_kernels._paged_attention.rule import Config
+from pallas_kernels._paged_attention.rule import PART, Config
 from pallas_kernels._paged_attention.steps import Steps
 from pallas_kernels._paged_attention.tasks import STEP
 from pallas_kernels._paged_attention.tiles import AttentionArrays
@@ -68,9 +68,14 @@ class DecodeShape(NamedTuple):
         return self.config.token_head_row is not None and self.config.token_head_row.is_4_bit
 
     @property
+    def is_packed(self) -> bool:
+        """Returns whether rows are packed latent vectors, widened a part at a time."""
+        return self.config.latent_row is not None
+
+    @property
     def by_row(self) -> bool:
-        """Returns whether threads copy rows by their numbers: of chosen tokens."""
-        return self.steps.by_row
+        """Returns whether threads copy rows by their numbers: of packed vectors, or chosen ones."""
+        return self.is_packed or self.steps.by_row
 
     @property
     def hole_bits(self) -> int:
@@ -87,6 +92,11 @@ class DecodeShape(NamedTuple):
         return self.rows * self.config.value_width <= MAX_WARP_SUMS
 
     @property
+    def query_dtype(self) -> jnp.dtype:
+        """Returns the dtype of queries; see `packed_queries`."""
+        return jnp.dtype(jnp.float16) if self.is_packed else self.compute
+
+    @property
     def value_compute(self) -> jnp.dtype:
         """Returns the 16-bit dtype of weights and values.
 
@@ -101,9 +111,19 @@ class DecodeShape(NamedTuple):
         return sum(self.config.stored_widths)
 
     @property
+    def has_own_barriers(self) -> bool:
+        """Returns whether warps wait for each other only where they must: Mosaic adds barriers."""
+        return self.warpgroups > 1 or self.by_row
+
+    @property
     def reduced(self) -> int:
         """Returns the float32 that the warps of a warpgroup exchange; 0: Mosaic has memory."""
-        return 2 * WARPS * self.rows if self.warpgroups > 1 or self.by_row else 0
+        return WARPS * self.rows if self.has_own_barriers else 0
+
+    @property
+    def widened_width(self) -> int:
+        """Returns the columns of values that are widened at once."""
+        return PART if self.is_packed else self.config.value_width
 
     @property
     def staged(self) -> int:
@@ -113,6 +133,9 @@ class DecodeShape(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Returns the bytes of a key and its value."""
+        row = self.config.latent_row
+        if row is not None:
+            return row.row_bytes
         return self.width * self.page.itemsize
 
     @property
@@ -130,6 +153,8 @@ class DecodeShape(NamedTuple):
     def stages(self) -> int:
         """Returns the steps that are prefetched; 0 if shared memory is too small."""
         limit = _capability.shared_memory_bytes()
+        if self.is_packed and 2 * (self._shared_bytes(1) + SHARED_ALIGN) <= limit + SHARED_ALIGN:
+            return 1  # two thread blocks hide each other's latencies better than two stages
         return max(n for n in range(STAGES + 1) if n == 0 or self._shared_bytes(n) <= limit)
 
     @property
@@ -162,7 +187,7 @@ class DecodeShape(NamedTuple):
             self.warpgroups * rows * config.key_width * 2,  # queries
             self.warpgroups * rows * STEP * 2,  # weights
             self.warpgroups * self.reduced * 4,
-            MERGED * 4 if self.by_warp else self.widens * STEP * config.value_width * 2,
+            MERGED * 4 if self.by_warp else self.widens * STEP * self.widened_width * 2,
             self.by_row * stages * STEP * 4,
             (config.token_head_row is not None) * stages * STEP * SCALES * 4,
             *[self.staged * width * config.out_dtype.itemsize for _, width in config.value_parts],
@@ -208,9 +233,9 @@ def decode_shape(
         compute,
         by_tma=by_tma,
         by_wgmma=by_wgmma,
-        finishes=finishes and by_tma and page.itemsize > 1,
+        finishes=finishes and by_tma and page.itemsize > 1 and arrays.pages.tokens > 1,
     )
-    shares = config.values_in_keys and not shape.by_row and config.kv_heads % 2 == 0
+    shares = config.values_in_keys and config.kv_heads % 2 == 0
     if shares and by_tma and page.itemsize > 1:
         # Widened values would need a buffer for each of the warpgroups.
         both = shape._replace(warpgroups=2, finishes=False)

@@ -20,6 +20,7 @@ from pallas_kernels._mosaic import (
     Ref,
     add_by_mma,
     full_like,
+    sync_warps,
     widen,
     widen_finite,
     widen_halves,
@@ -75,9 +76,9 @@ def over_keys(operation: Literal["max", "add"], array: Array, reduced: Ref) -> A
     """Returns the sum or maximum of each column, [keys, columns].
 
     Args:
-      reduced: float32[2 * warps * columns], where warps exchange all columns at one barrier; the
-        caller has another one before the next maximum or sum. None: Mosaic's memory, which is there
-        once for all warpgroups, and takes 8 columns at a time.
+      reduced: float32[warps * columns], where warps exchange all columns at one barrier; the caller
+        has another one between maxima. None: Mosaic's memory, which is there once for all
+        warpgroups, and takes 8 columns at a time.
     """
     if reduced is None or not _mosaic.OPERANDS_IN_REGISTERS:
         return array.max(axis=0) if operation == "max" else array.sum(axis=0)
@@ -93,10 +94,11 @@ def over_keys(operation: Literal["max", "add"], array: Array, reduced: Ref) -> A
 
         def place(warp: Any, block: int) -> Any:
             index = arith.addi(arith.muli(warp, instructions.word(columns // 2)), lane)
-            first = block * 4 + (0 if is_max else WARPS * columns // 2)
-            index = arith.addi(index, instructions.word(first))
+            index = arith.addi(index, instructions.word(4 * block))
             return utils.getelementptr(base, [index], pair)
 
+        if not is_max:
+            utils.warpgroup_barrier()
         for block, registers in enumerate(given.registers.reshape(-1, keys // 32)):
             found = functools.reduce(combine, registers)
             numbers = [instructions.extract(found, i) for i in range(2)]
@@ -108,6 +110,8 @@ def over_keys(operation: Literal["max", "add"], array: Array, reduced: Ref) -> A
         for block in range(columns // 8):
             of_warps = [llvm.load(pair, place(instructions.word(i), block)) for i in range(WARPS)]
             found.append(functools.reduce(combine, of_warps))
+        if not is_max:
+            utils.warpgroup_barrier()
         return instructions.as_fragments(found, result.shape, jnp.float32, COLUMNS)
 
     return reduce(array, reduced)
@@ -199,13 +203,20 @@ class DecodeSteps:
             weights = lax.select(seen, weights, full_like(weights, 0))
         self.copies.store_weights(self.weights.T, weights.astype(self.shape.value_compute))
         self._clean_values(here)
-        self.copies.commit()
+        self._commit()
         out = self._add_values(running.out, shrink, stage)
         refill()
         return RunningSoftmax(out, highest, total)
 
     def _wait(self, stage: Array, is_last: Array) -> None:
         self.copies.wait(self.smem.loaded_full, stage, is_last)
+
+    def _commit(self) -> None:
+        """Lets all warps read what others stored."""
+        if self.shape.has_own_barriers:
+            sync_warps()
+        else:
+            self.copies.commit()
 
     def _values(self, stage: Array) -> Ref:
         """Returns the values of a step as they were loaded."""
@@ -302,6 +313,8 @@ class DecodeSteps:
                 source, target = [ref.at[:, pl.ds(first, width)] for ref in (values, clean)]
                 seen = tile.begin, tile.end
                 common.zero_unseen(source, target, self.steps, holes, key, seen)
+            if self.shape.has_own_barriers:
+                plgpu.commit_smem()  # before copies that follow
 
         if self.smem.widened is not None:
 

@@ -32,7 +32,8 @@ def by_latents_kernel(config: Config) -> bool:
 def list_kernels(arrays: AttentionArrays, config: Config) -> list[_capability.Kernel]:
     """Returns the kernels that a call launches on the default device."""
     if config.values_in_keys:
-        own: _capability.Kernel = "latent_rows" if config.page_tokens == 1 else "latents"
+        own: _capability.Kernel = "latents" if config.row_packing is None else "packed_latents"
+        own = "latent_rows" if config.page_tokens == 1 else own
         return [own, "combine_latents"] if by_latents_kernel(config) else [own, "decode", "combine"]
     has_many = may_have_many(arrays, config, decode_size(arrays, config))
     has_prefill = (has_many and not config.reproducible) or arrays.shared is not None
@@ -93,8 +94,6 @@ def _why_not_decode(arrays: AttentionArrays, config: Config) -> str | None:
     """Returns why the decode kernel has no room for a tile of one query, or cannot load pages."""
     if config.values_in_keys and by_latents_kernel(config):
         return None
-    if config.latent_row is not None:
-        return "packed vectors need the kernel of latent vectors for compute capability 9.x"
     if config.values_in_keys:
         arrays, config = share_latents(arrays, config)
     shape = decode_shape(arrays, config, config.group)

@@ -11,13 +11,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels import _instructions as instructions
+from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import Ref, full_like, store
 from pallas_kernels._paged_attention.packed import GROUP
 from pallas_kernels._paged_attention.steps import Steps
 from pallas_kernels._paged_attention.tasks import STEP
+from pallas_kernels._warp_rows import WORDS
 
 LINE = 128  # bytes that 8 threads copy at once
+TILE = 8 * LINE  # bytes
 AT_ONCE = 4  # rows that a warp copies at once, of 16
 # Row 16 * warp + 4 * register + lane // 8.
 OF_THREADS = plgpu.Layout.TILED(
@@ -51,13 +57,18 @@ COPY = "    cp.async.cg.shared.global [{at} + {target}], [from + {source}], 16, 
 # In tiles of 8 rows and 128 bytes, whose parts of 16 bytes are swizzled.
 TILED = """
     shr.u32 x, r, 3;
-    mad.lo.u32 at, x, {tiles}, $2;
+    mad.lo.u32 at, x, {tiles}, {base};
     and.b32 x, r, 7;
     mad.lo.u32 at, x, 128, at;
     xor.b32 x, x, c;
     mad.lo.u32 at, x, 16, at;
 """
 PADDED = "    mad.lo.u32 at, r, {stride}, {base};\n    mad.lo.u32 at, c, 16, at;\n"
+COPY_SCALES = """
+    setp.eq.u32 p, c, 0;
+    mad.lo.u32 at, r, 16, $3;
+    @p cp.async.cg.shared.global [at], [from + {source}], 16, n;
+"""
 
 
 def find_rows(
@@ -85,10 +96,9 @@ def start_tiled(source: Ref, rows: Ref, found: Array, target: Ref) -> None:
     store(rows, found)
     width = 2 * source.shape[1]
     lines = range(width // LINE)
-    copies = "".join(COPY.format(at="at", target=1024 * i, source=LINE * i) for i in lines)
-    code = TILED.format(tiles=1024 * len(lines)) + copies
-    transforms = plgpu.TilingTransform((8, LINE // 2)), plgpu.SwizzleTransform(LINE)
-    _copy_each(code, width, source, rows, (target, transforms))
+    copies = "".join(COPY.format(at="at", target=TILE * i, source=LINE * i) for i in lines)
+    code = TILED.format(tiles=TILE * len(lines), base="$2") + copies
+    _copy_each(code, width, source, rows, (target, _tiling(2)))
 
 
 def start_packed(
@@ -104,9 +114,28 @@ def start_packed(
         code += COPY.format(at="at", target=group * STEP * stride, source=group * GROUP)
     code += PADDED.format(stride=2 * rotary.shape[1], base="$4")
     code += COPY.format(at="at", target=16, source=size + 16)
-    code += "    setp.eq.u32 p, c, 0;\n    mad.lo.u32 at, r, 16, $3;\n"
-    code += COPY.format(at="at", target=0, source=size).replace("cp.async", "@p cp.async")
+    code += COPY_SCALES.format(source=size)
     _copy_each(code, width, source, rows, (values, ()), (scales, ()), (rotary, ()))
+
+
+def start_tiled_packed(
+    source: Ref, rows: Ref, found: Array, values: Ref, scales: Ref, rotary: Ref
+) -> None:
+    """Does the same into tiles: values [STEP, 512], scales [STEP, 4] and rotary [STEP, 64]."""
+    store(rows, found)
+    size, width = values.shape[1], source.shape[1]
+    lines = range(size // LINE)
+    code = TILED.format(tiles=TILE * len(lines), base="$2")
+    for i in lines:
+        code += COPY.format(at="at", target=TILE * i, source=LINE * i)
+    code += TILED.format(tiles=TILE, base="$4")
+    code += COPY.format(at="at", target=0, source=size + 16)
+    code += COPY_SCALES.format(source=size)
+    _copy_each(code, width, source, rows, (values, _tiling(1)), (scales, ()), (rotary, _tiling(2)))
+
+
+def _tiling(itemsize: int) -> tuple[Any, ...]:
+    return plgpu.TilingTransform((8, LINE // itemsize)), plgpu.SwizzleTransform(LINE)
 
 
 def _copy_each(
@@ -136,3 +165,59 @@ def finish(pending: int, by_wgmma: bool = True) -> None:
             utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
     wait()
+
+
+def load_words(values: Ref, first: int) -> Array:
+    """Loads 32 bytes of packed rows, from byte ``first`` on, that are in tiles; see `as_keys`."""
+    if not _mosaic.OPERANDS_IN_REGISTERS:
+        return values.at[:, first : first + 32][...]
+    tiles = values.shape[1] // LINE
+    result = instructions.struct((STEP // 4 * 32,), jnp.int32, WORDS)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_tiling(1)),), return_type=result)
+    def load(_: object, values: Ref) -> Any:
+        lane, warp = instructions.mask(utils.thread_idx(), 31), utils.warp_idx(sync=False)
+        octet = arith.addi(
+            arith.muli(warp, instructions.word(2)),
+            instructions.mask(instructions.shift(lane, 3), 1),
+        )
+        row, chunk = instructions.mask(lane, 7), instructions.shift(lane, 4)
+        chunk = arith.addi(chunk, instructions.word(first % LINE // 16))
+        where = arith.muli(octet, instructions.word(TILE * tiles))
+        where = arith.addi(where, instructions.word(first // LINE * TILE))
+        where = arith.addi(where, arith.muli(row, instructions.word(LINE)))
+        where = arith.addi(where, arith.muli(arith.xori(row, chunk), instructions.word(16)))
+        words = instructions.ldmatrix(arith.addi(instructions.address(values, 32), where), "")
+        return instructions.as_fragments(words, result.shape, jnp.int32, WORDS)
+
+    return load(values)
+
+
+def load_scales(scales: Ref) -> list[Array]:
+    """Loads the scales of the groups of packed rows from shared memory, float32[STEP] each."""
+    groups = scales.shape[-1]
+    if not _mosaic.OPERANDS_IN_REGISTERS:
+        loaded = scales[...]
+        return [loaded[:, group] for group in range(groups)]
+    layout: Any = plgpu.Layout.WGMMA.reduce(1)
+    results = [instructions.struct((STEP,), jnp.float32, layout)] * groups
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=results)
+    def load(_: object, scales: Ref) -> Any:
+        lane, warp = instructions.mask(utils.thread_idx(), 31), utils.warp_idx(sync=False)
+        row = arith.muli(warp, instructions.word(STEP // 4))
+        row = arith.addi(row, instructions.shift(lane, 2))
+        base, kind = utils.memref_ptr(scales), ir.VectorType.get((groups,), ir.F32Type.get())
+        rows = [
+            llvm.load(kind, instructions.at(base, arith.addi(row, instructions.word(below))))
+            for below in (0, 8)
+        ]
+        return [
+            instructions.as_fragments(
+                [instructions.pack([instructions.extract(four, group)]) for four in rows],
+                *((STEP,), jnp.float32, layout),
+            )
+            for group in range(groups)
+        ]
+
+    return load(scales)

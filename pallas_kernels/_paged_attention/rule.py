@@ -31,7 +31,8 @@ class AttentionRule:
       to the dtype of queries, in a workspace of at most 256 MiB. ``"fp8_ds_mla"`` for latent
       vectors as vLLM stores them for DeepSeek-V3.2, V + V / 32 + 2 (K - V) bytes; see `PackedRow`.
       Pass ``value_width``, V, with it; values times their scales are rounded to the dtype of
-      queries.
+      queries, but for keys of GPUs other than 9.x, whose products are multiplied by the scales.
+      Their queries are rounded to float16.
     reproducible: True: the bits of a token's output depend on its own position, query and keys
       alone, not on other requests, on rows, page ids or the lengths of arrays, nor on whether its
       request has one query in this call or many. Splits are then fixed ranges of positions, and

@@ -33,7 +33,8 @@ MAY_SPILL = {
     "paged_attention_prefill": 650,  # some on 10.0, few of them in each step
     "recurrent_prompt_parts": 650,  # of keys with decays of their own, on 8.0; elsewhere 260
     "recurrent_prompt_states": 48,  # on 8.x
-    "paged_attention_decode": 340,  # of 64 rows 80 wide on 8.0; elsewhere 100 of 8-bit pages
+    "paged_attention_decode": 340,  # of 64 rows 80 wide on 8.0, and of chosen latents on 10.x
+    "paged_attention_mla_decode": 4,  # of packed latents that are chosen
 }
 
 

@@ -423,6 +423,7 @@ INTERPRETED_LATENTS = {
 INTERPRETED_LATENTS_AS = [
     ("speculation in fp8, interleaved, holes", (8, 0)),
     ("two thread blocks that load together", (10, 0)),  # there two warpgroups
+    ("packed", (10, 0)),
     ("rows", (8, 0)),
 ]
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
