@@ -116,6 +116,11 @@ class DecodeShape(NamedTuple):
         return self.warpgroups > 1 or self.by_row
 
     @property
+    def by_pairs(self) -> bool:
+        """Returns whether pairs of warps divide the columns of keys; see `multiply_in_pairs`."""
+        return self.warpgroups > 1 and self.rows % 16 == 0
+
+    @property
     def reduced(self) -> int:
         """Returns the float32 that the warps of a warpgroup exchange; 0: Mosaic has memory."""
         return WARPS * self.rows if self.has_own_barriers else 0

@@ -31,6 +31,7 @@ from pallas_kernels._paged_attention.common import add_product, multiply
 from pallas_kernels._paged_attention.copies import copies_of
 from pallas_kernels._paged_attention.decode_block import COLUMNS, DecodeOperands, DecodeScratch
 from pallas_kernels._paged_attention.decode_shape import SCALES, WARPS, DecodeShape
+from pallas_kernels._paged_attention.pairs_of_warps import multiply_in_pairs
 from pallas_kernels._paged_attention.rule import MAX_PART, PART
 from pallas_kernels._paged_attention.tasks import STEP, Tile
 from pallas_kernels._paged_attention.token_heads import SCALE_BYTES
@@ -232,6 +233,8 @@ class DecodeSteps:
         keys = self.smem.loaded.at[stage, :, pl.ds(0, width)]
         if self.shape.by_wgmma:
             return multiply(keys, self.query.T)
+        if self.shape.by_pairs and _mosaic.OPERANDS_IN_REGISTERS:
+            return multiply_in_pairs(keys, self.query, self.weights)
         zeros = jnp.zeros((STEP, self.shape.rows), jnp.float32)
         products = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
         left = plgpu.Layout.MMA_LHS(self.shape.compute)
@@ -269,6 +272,8 @@ class DecodeSteps:
         by_wgmma, weights = self.shape.by_wgmma, self.weights.T
         if not by_wgmma:  # once for all parts
             weights = plgpu.load(weights, layout=plgpu.Layout.MMA_RHS(self.shape.value_compute))
+        if self.shape.by_pairs:  # which exchange sums in the memory of weights
+            sync_warps()
         out: list[Array] = []
         for (first, width), sums in zip(self.config.value_parts, before, strict=True):
             part = values.at[:, pl.ds(first, width)].T
