@@ -69,7 +69,7 @@ def step_mosaic(
     call = plgpu.kernel(
         kernel,
         out_type=[] if isinstance(outputs, Array) else [outputs],
-        grid=(shape.items,),
+        grid=((shape.at_once or shape.batch) * shape.items_of_request,),
         grid_names=("cta",),
         kernel_name="recurrent_replay" if shape.replay else "recurrent_step",
         scratch_types=_scratch(shape),

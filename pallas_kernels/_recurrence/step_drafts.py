@@ -55,8 +55,8 @@ class DraftReplayer(RingStepper):
         self.values = layouts.get(self.size, self.row)
 
     @override
-    def _locate(self) -> Item:
-        item = super()._locate()
+    def _locate(self, index: Array) -> Item:
+        item = super()._locate(index)
         return item if self.starts is None else item._replace(is_needed=item.count != 0)
 
     @override

@@ -54,13 +54,13 @@ class Stepper:
         self.row, self.column = self.layout.reduce(1), self.layout.reduce(0)
 
     def run(self) -> None:
-        item = self._locate()
+        item = self._locate(lax.axis_index("cta"))
         pl.when(item.is_needed)(lambda: self._run_item(item))
         if not self.shape.ragged:
             pl.when(~item.is_needed)(lambda: self._store_zeros(item))
 
-    def _locate(self) -> Item:
-        shape, index = self.shape, lax.axis_index("cta")
+    def _locate(self, index: Array) -> Item:
+        shape = self.shape
         tile, index = lax.rem(index, shape.parts), lax.div(index, shape.parts)
         parts = self.rule.value_heads // shape.heads
         request, head = lax.div(index, parts), lax.rem(index, parts) * shape.heads

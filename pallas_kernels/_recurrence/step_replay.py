@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import Ref, load
+from pallas_kernels._mosaic import Ref, load, sync_warps
 from pallas_kernels._recurrence.step_common import Item
 from pallas_kernels._recurrence.step_kernel import Stepper
 from pallas_kernels._recurrence.step_rings import StepRing
@@ -38,6 +38,22 @@ class RingStepper(Stepper):
 
 class Replayer(RingStepper):
     """Steps of a few tokens."""
+
+    @override
+    def run(self) -> None:
+        """Goes from request to request: few of many have such tokens."""
+        shape, index = self.shape, lax.axis_index("cta")
+        turns = -(-shape.batch // shape.at_once)
+
+        @pl.loop(0, turns)
+        def _(turn: Array) -> None:
+            mine = index + turn * (shape.at_once * shape.items_of_request)
+            item = self._locate(jnp.minimum(mine, shape.items - 1))
+
+            @pl.when(item.is_needed & (mine < shape.items))
+            def _() -> None:
+                sync_warps()  # all have read what the item before has left
+                self._run_item(item)
 
     @override
     def _run_item(self, item: Item) -> None:

@@ -23,6 +23,7 @@ BARRIER_BYTES = 8
 LOADED = 16  # rows of a ring that are loaded at once; its length is not more
 LEAST_VALUES = 256  # of the heads of an item with a ring, if there are as many for a key
 GRANULE = 4  # rows of a ring that are copied at once
+MOST_BLOCKS = 1024  # of several tokens with rings, most of which find none in many requests
 
 
 class StepShape(NamedTuple):
@@ -45,6 +46,7 @@ class StepShape(NamedTuple):
     terms: numbers that the logarithm of a decay is the sum of, in a ring.
     parts: thread blocks of a head, with equal numbers of its tiles; 1: one computes all tiles of
       its heads.
+    at_once: requests that thread blocks begin with, and go from to others; 0: all of them.
     drafts, limit: of a ring, as `Replay` has them.
     """
 
@@ -69,6 +71,7 @@ class StepShape(NamedTuple):
     replay: int = 0
     terms: int = 1
     parts: int = 1
+    at_once: int = 0
     drafts: int = 0
     limit: int = 0
 
@@ -79,7 +82,11 @@ class StepShape(NamedTuple):
 
     @property
     def items(self) -> int:
-        return self.batch * self.rule.value_heads // self.heads * self.parts
+        return self.batch * self.items_of_request
+
+    @property
+    def items_of_request(self) -> int:
+        return self.rule.value_heads // self.heads * self.parts
 
     @property
     def channels(self) -> int:
@@ -174,14 +181,15 @@ def step_shape(
         tokens.replay and heads * rule.value_size < LEAST_VALUES and rule.group % (2 * heads) == 0
     ):
         heads *= 2
-    parts = 1
+    parts, at_once = 1, 0
     if tokens.replay is not None and most > 1:  # of few requests, whose time counts
         heads, parts = 1, rule.value_size // rows
+        at_once = max(1, min(requests.batch, MOST_BLOCKS // (rule.value_heads * parts)))
     stages = DECODE_STAGES[size] if decodes else STAGES
     if drafts:
         rows, stages = math.gcd(DRAFT_ROWS, rule.value_size), DRAFT_STAGES
         enough = requests.batch * rule.value_heads >= LEAST_BLOCKS
-        heads, parts = 1, 1 if enough else rule.value_size // rows
+        heads, parts, at_once = 1, 1 if enough else rule.value_size // rows, 0
     stages = min(stages, heads * rule.value_size // rows // parts)
     return StepShape(
         rule=rule,
@@ -205,6 +213,7 @@ def step_shape(
         replay=0 if tokens.replay is None else tokens.replay.rows,
         terms=1 if tokens.replay is None else tokens.replay.log_decay.shape[1],
         parts=parts,
+        at_once=at_once,
         drafts=drafts,
         limit=0 if tokens.replay is None else tokens.replay.limit,
     )
