@@ -59,6 +59,12 @@ def element(register: Any) -> Any:
     return extract(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
+def load_four(base: Any, row: Any) -> list[Any]:
+    """Loads the words of 16 bytes."""
+    four = llvm.load(ir.VectorType.get((4,), word_type()), at(base, row), alignment=16)
+    return [extract(four, i) for i in range(4)]
+
+
 def extract(register: Any, index: int) -> Any:
     return vector.extract(
         register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index])
@@ -102,6 +108,19 @@ def copy_async(target: Any, source: Any, count: int) -> None:
     _ = llvm.inline_asm(
         ir.Type.parse("!llvm.void"), [target, source], code, "r,l,~{memory}", has_side_effects=True
     )
+
+
+def mma_bf16(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+    """Adds the product of bfloat16[16, 16] and [16, 8], in words, to float32 sums."""
+    number = ir.F32Type.get()
+    found: Any = llvm.inline_asm(
+        llvm.StructType.get_literal([number] * 4),
+        [*left, *right, *sums],
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+    )
+    return [llvm.extractvalue(number, found, [i]) for i in range(4)]
 
 
 def run_asm(code: str) -> None:

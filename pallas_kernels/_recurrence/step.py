@@ -21,6 +21,7 @@ from pallas_kernels._mosaic import Ref, Scratch, call_unfused, tiled_by, writabl
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
 from pallas_kernels._recurrence.step_decode import ReplayDecoder
+from pallas_kernels._recurrence.step_decode_mma import MmaReplayDecoder
 from pallas_kernels._recurrence.step_drafts import DraftReplayer
 from pallas_kernels._recurrence.step_kernel import Stepper
 from pallas_kernels._recurrence.step_replay import Replayer
@@ -60,7 +61,8 @@ def step_mosaic(
         if shape.drafts:
             DraftReplayer(shape, head, conv_start, rings, refs).run()
         elif shape.replay and shape.tokens == 1:
-            ReplayDecoder(shape, head, conv_start, rings, refs).run()
+            decoder = MmaReplayDecoder if shape.page == jnp.bfloat16 else ReplayDecoder
+            decoder(shape, head, conv_start, rings, refs).run()
         elif shape.replay:
             Replayer(shape, head, conv_start, rings, refs).run()
         else:

@@ -72,7 +72,7 @@ class ReplayDecoder(RingStepper):
         heads = self._weigh(item, (write[0], adds), query, key, heads)
         sums = [self._add_up(item, j) for j in range(shape.heads)]
         last = write[1] & ring.is_last(item)
-        pl.when(last)(lambda: self._store_seen([seen for seen, _ in sums]))
+        pl.when(last)(lambda: self._store_ended(item, [seen for seen, _ in sums]))
         self._multiply(item, query, key, heads, write[0], last)
         for j, head in enumerate(heads):
             self._finish(item, j, head, sums[j], product, (write[0], adds))
@@ -101,8 +101,7 @@ class ReplayDecoder(RingStepper):
         keys = load(ring.keys, ring.tile)
         seen = [(keys * lax.broadcast_in_dim(v, keys.shape, [1])).sum(axis=1) for v in (key, query)]
         found, written = list[Head](), list[Array]()
-        if self.shape.page.itemsize < 4:
-            store(self.keys, keys)
+        self._store_keys(keys)
         for j, head in enumerate(heads):
             before, total, is_there = head.total
             after = before + jnp.maximum(head.log_decay, LEAST_LOG_DECAY)
@@ -127,8 +126,17 @@ class ReplayDecoder(RingStepper):
             sums = [total + added * self.weights[j, n, i] for n, total in enumerate(sums)]
         return sums
 
-    def _store_seen(self, sums: list[Array]) -> None:
-        """Stores the products of what the ring adds with the new token's key, until `_multiply`."""
+    def _store_keys(self, keys: Array) -> None:
+        """Stores the keys of the ring for `_store_checkpoint`, unless they are there."""
+        if self.shape.page.itemsize < 4:
+            store(self.keys, keys)
+
+    def _store_ended(self, item: Item, sums: list[Array]) -> None:
+        """Stores what `_multiply` needs of a ring that the new token ends.
+
+        Args:
+          sums: products of what the ring adds with the new token's key.
+        """
         size = self.rule.value_size
         for j, seen in enumerate(sums):
             store(self.products.at[1, pl.ds(j * size, size)], seen)

@@ -135,7 +135,12 @@ class StepShape(NamedTuple):
             return [keys, weights, added, *(((count, size), jnp.float32) for size in sizes)]
         if self.tokens > 1:
             return [keys, weights, added]
-        vectors = ((rule.key_size,), jnp.float32), ((2, heads * rule.value_size), jnp.float32)
+        values, width = heads * rule.value_size, rule.key_size
+        if self.page == jnp.bfloat16:  # of `MmaReplayDecoder`
+            vectors = ((2, width), jnp.float32), ((3, values), jnp.float32)
+            words = ((self.replay // 2, width), jnp.float32), ((8, width), self.page)
+            return [keys, weights, added, *vectors, *words]
+        vectors = ((width,), jnp.float32), ((2, values), jnp.float32)
         wide = [(keys[0], jnp.float32)] if self.page.itemsize < 4 else []
         return [keys, weights, added, *vectors, *wide]
 

@@ -54,7 +54,7 @@ class StateSpec(LayerSpec):
     replay: tokens of a ring, L; 0: none. Instead of the state after each token, a page has a
       checkpoint, the state after the last multiple of L tokens, and a ring of what later tokens
       have added to it: a decode reads both, and writes an L-th of the states. That is faster for
-      states in float32, and for ones of 16 bits of a few hundred requests; 8 is best on an H200.
+      states in float32 and in bfloat16; 8 is best on an H200.
       The layer has one decay for each head, and no ``speculative_blocks``; read and write its
       states by `jaxkv.gated_delta`, `jaxkv.mamba2` or `jaxkv.linear_attention` alone.
     speculative_tokens: most drafts of a step, with ``replay``, whose ring takes them: a request
