@@ -165,7 +165,7 @@ def planned(preset: str, options: dict[str, Any]) -> Plan:
             },
         ),
         ("whisper-large-v3", {"max_encoder_tokens": 300}),
-        ("nemotron-h-8b", {"replay": 8}),
+        ("nemotron-h-8b", {"replay": "auto"}),
         ("gemma-4-26b-a4b", {"grouping": "packed"}),
         ("zamba2-2.7b", {"block_size": 1024, "request_len": 32}),  # which has a warning
     ],

@@ -179,6 +179,22 @@ def test_resumable_states_take_one_block_more_each() -> None:
     assert plan.admission_blocks(262_144) == 6 + 482
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "wanted"),
+    [
+        ("qwen3.5-4b", {}, 8),
+        ("nemotron-h-8b", {"state_cache_mode": "all", "block_size": 32}, 8),
+        ("nemotron-h-8b", {"state_cache_mode": "all", "block_size": 12}, 0),
+        ("qwen3.5-4b", {"speculative_tokens": 2}, 0),
+        ("falcon-h1-24-layers", {}, 0),  # keys of 256
+        ("kimi-linear-48b-a3b", {}, 0),  # a decay for each key channel
+    ],
+)
+def test_states_have_rings_where_a_kernel_takes_them(name: str, options: Any, wanted: int) -> None:
+    layers = layers_from_config(load_config(name), replay="auto", **options)
+    assert {spec.replay for spec in layers.values() if isinstance(spec, StateSpec)} == {wanted}
+
+
 def test_speculative_tokens_add_states_and_convolution_rows() -> None:
     config = load_config("qwen3-next-80b-a3b")
     state = only(own_caches(config, speculative_tokens=2), StateSpec)

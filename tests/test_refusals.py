@@ -383,7 +383,7 @@ def wrong_values(known: list[Any], value: Any, least: int | None) -> Iterator[An
         elif kind is bool:
             yield from ("yes",) if int in known else (1, "yes")
         elif kind is Literal:
-            yield from ("nonsense", 3)
+            yield from ("nonsense",) if int in known else ("nonsense", 3)
         elif kind is str:
             yield from (3, b"x")
         elif kind is Hashable:

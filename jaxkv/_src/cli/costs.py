@@ -65,6 +65,11 @@ def replay_bytes(layers: Mapping[str, Any]) -> int:
     return sum(sum(spec.array_bytes[len(spec.shapes) :]) for spec in states)
 
 
+def ring_tokens(layers: Mapping[str, Any]) -> int:
+    """Returns the tokens of a ring beside recurrent states; 0: none."""
+    return max((getattr(spec, "replay", 0) for spec in layers.values()), default=0)
+
+
 def bytes_per_request(plan: Plan, num_tokens: int) -> int:
     """Returns the bytes that a request holds while it decodes, over all workers."""
     return plan.steady_blocks(num_tokens) * sum(plan.bytes_per_block)

@@ -8,6 +8,7 @@ from jaxkv._src.cli.costs import (
     bytes_charged,
     bytes_per_request,
     replay_bytes,
+    ring_tokens,
     state_bytes,
     token_bytes,
 )
@@ -110,7 +111,8 @@ def _state_text(question: Question) -> str:
     layers = f"{count} layer{'s' * (count != 1)}"
     text = f"{size:,} bytes ({readable(size)}) in {layers}, at any length" if count else ""
     if rings := replay_bytes(question.layers()):
-        text += f"; {rings:,} of them inputs since a checkpoint"
+        most = ring_tokens(question.layers())
+        text += f"; {rings:,} of them inputs since a checkpoint, of up to {most} tokens"
     return text
 
 

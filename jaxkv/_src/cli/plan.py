@@ -32,7 +32,6 @@ COUNTS = {
     "max_in_flight_tokens": "most tokens of one request in a step (default: 8192)",
     "max_encoder_tokens": "longest encoder input (default: the model's own)",
     "speculative_tokens": "draft tokens of a request in a step",
-    "replay": "tokens of a ring beside recurrent states, such as 8, for fewer bytes of a step",
 }
 SHORT = {
     "tensor_parallel": ("--tp",),
@@ -83,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--override-beyond-memory", action="store_true", help=override)
     states = "recurrent states to keep: none (default), align or all"
     add("--state-cache-mode", metavar="MODE", default="none", help=states)
+    rings = "tokens of a ring beside recurrent states, for fewer bytes of a step; or auto: 8 or 0"
+    add("--replay", metavar="N", default="0", help=rings)
     groups = "groups of layers: auto (default), rule, least_waste or packed"
     add("--grouping", metavar="NAME", default="auto", help=groups)
     add("--json", action="store_true", help="print the plan or the refusal as JSON")
@@ -132,6 +133,7 @@ def _read(options: argparse.Namespace) -> Question:
         kv_dtype=options.kv_dtype,
         override_beyond_memory=options.override_beyond_memory,
         state_cache_mode=options.state_cache_mode,
+        replay="auto" if options.replay == "auto" else parse_count(options.replay, "--replay"),
         grouping=options.grouping,
         **counts,
     )

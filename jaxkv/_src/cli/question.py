@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxkv._src.cli.specs_file import SpecsFile, change_specs
 from jaxkv._src.gpu_memory import Budget
@@ -51,7 +51,7 @@ class Question:
     max_encoder_tokens: int | None = None
     state_cache_mode: CacheMode = "none"
     speculative_tokens: int = 0
-    replay: int = 0
+    replay: int | Literal["auto"] = 0
     grouping: Grouping = "auto"
 
     @property

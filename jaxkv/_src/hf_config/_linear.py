@@ -1,5 +1,7 @@
 """Families with gated delta nets, Kimi delta attention or linear attention. No jax."""
 
+import dataclasses
+
 from jaxkv._src.hf_config._build import (
     FULL,
     LINEAR,
@@ -174,7 +176,9 @@ def delta_attention(
     outer: ConfigReader | None = None,
 ) -> StateSpec:
     """Returns the spec of Kimi delta attention from the fields of these names."""
-    if options.replay:
+    if options.replay == "auto":
+        options = dataclasses.replace(options, replay=0)
+    elif options.replay:
         raise ValueError(
             f"replay={options.replay}: the layers of this model have a decay for each key channel, "
             "which are not replayed; pass replay=0"
