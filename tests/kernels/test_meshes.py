@@ -27,7 +27,9 @@ CASES = {
     "write": {"write_rows"},
     "write of int4_per_token_head": {"write_token_heads"},
     "decode of 64/8 x 64, bfloat16": SPLIT,
-    "prompts of 64/8 x 64, bfloat16": {*SPLIT, "paged_attention_prefill"},
+    "prompts of 32/8 x 128, int4_per_token_head": {
+        *(*SPLIT, "paged_attention_prefill", "paged_attention_widen"),
+    },
     "rows of latents": {"paged_attention_mla_decode", "paged_attention_mla_combine"},
     "convolution": {"causal_conv1d"},
     "convolution, prompts": {"causal_conv1d_tiles", "zero_blocks"},
