@@ -60,9 +60,9 @@ def layers_from_config(
         check_positive(block_size=block_size)
     check_positive(tensor_parallel=tensor_parallel)
     check_count(speculative_tokens=speculative_tokens)
-    if isinstance(replay, str):
-        check_choice(("auto",), replay=replay)
-    else:
+    if isinstance(replay, str) and replay != "auto":
+        raise ValueError(f'replay={replay!r} must be a number of tokens, or "auto"')
+    if not isinstance(replay, str):
         check_count(replay=replay)
     check_choice(get_args(CacheMode), state_cache_mode=state_cache_mode)
     options = Options(

@@ -128,8 +128,9 @@ class StateSpec(LayerSpec):
             raise ValueError(f'{given} needs cache_mode="none", got {self.cache_mode!r}')
         if len(self.shapes) == 2 and self.shapes[0][0] <= self.speculative_tokens:
             raise ValueError(
-                f"{given}: shapes[0]={self.shapes[0]} must have as many inputs of a "
-                "convolution more; pass speculative_tokens to the function of the shapes, too"
+                f"{given}: shapes[0]={self.shapes[0]} has {self.shapes[0][0]} inputs of a "
+                "convolution, and drafts need as many more; pass speculative_tokens to the "
+                "function that returns the shapes, too"
             )
 
     @property
