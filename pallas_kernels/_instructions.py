@@ -82,11 +82,10 @@ def struct(shape: tuple[int, ...], dtype: DTypeLike, layout: Any) -> Any:
 def as_fragments(registers: Any, shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
     """Returns registers, in order, as an array of a warpgroup."""
     layout, mlir_dtype = layout.to_mgpu(), utils.dtype_to_ir_type(jnp.dtype(dtype))
-    kind, flat = layout.registers_element_type(mlir_dtype), list(registers)
+    kind = layout.registers_element_type(mlir_dtype)
     found = np.empty(layout.registers_shape(shape), object)
-    for i, register in enumerate(flat):
+    for i, register in zip(range(found.size), registers, strict=True):
         found.flat[i] = register if register.type == kind else utils.bitcast(register, kind)
-    assert found.size == len(flat)
     is_signed = True if jnp.dtype(dtype) == jnp.int32 else None
     return FragmentedArray(_registers=found, _layout=layout, _is_signed=is_signed)
 
@@ -110,13 +109,15 @@ def copy_async(target: Any, source: Any, count: int) -> None:
     )
 
 
-def mma_bf16(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-    """Adds the product of bfloat16[16, 16] and [16, 8], in words, to float32 sums."""
-    number = ir.F32Type.get()
+def mma(
+    dtype: DTypeLike, sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]
+) -> list[Any]:
+    """Adds the product of [16, 16] and [16, 8] of a dtype of 16 bits, in words, to float32 sums."""
+    number, name = ir.F32Type.get(), {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
     found: Any = llvm.inline_asm(
         llvm.StructType.get_literal([number] * 4),
         [*left, *right, *sums],
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
         "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
     )

@@ -22,10 +22,6 @@ from pallas_kernels._paged_attention.tasks import STEP
 TILE = 1024  # bytes of 8 rows and 128 bytes of each, whose parts of 16 bytes are swizzled
 LINE, PART = 128, 16
 FIRST_BARRIER = 8  # of named ones; Mosaic takes the first
-PRODUCT = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
-    "{{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
-)
 
 
 def multiply_in_pairs(keys: Ref, query: Ref, exchanged: Ref) -> Array:
@@ -56,7 +52,7 @@ class _Pair:
 
     def __init__(self, dtype: jnp.dtype, rows: int, width: int) -> None:
         self.blocks, self.lines = rows // 8, width * dtype.itemsize // LINE
-        self.code = PRODUCT.format(dtype={"bfloat16": "bf16", "float16": "f16"}[dtype.name])
+        self.dtype = dtype
         thread = utils.thread_idx()
         self.lane = instructions.mask(thread, 31)
         self.warp = instructions.mask(instructions.shift(thread, 5), 3)
@@ -95,19 +91,9 @@ class _Pair:
                 for j, two in enumerate(right):
                     for k in range(2):
                         for n in range(2):
-                            given = sums[k][2 * j + n]
-                            sums[k][2 * j + n] = self._add(given, left[k], two[2 * n : 2 * n + 2])
+                            given = sums[k][2 * j + n], left[k], two[2 * n : 2 * n + 2]
+                            sums[k][2 * j + n] = instructions.mma(self.dtype, *given)
         return sums
-
-    def _add(self, sums: list[Any], left: list[Any], right: list[Any]) -> list[Any]:
-        kind = ir.F32Type.get()
-        found: Any = llvm.inline_asm(
-            llvm.StructType.get_literal([kind] * 4),
-            [*left, *right, *sums],
-            self.code,
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        )
-        return [llvm.extractvalue(kind, found, [i]) for i in range(4)]
 
     def exchange(self, sums: list[list[list[Any]]], memory: Any) -> list[list[Any]]:
         """Returns the sums of the 16 keys of this warp, with those of the other one added."""

@@ -107,21 +107,27 @@ def _widen_units(
         write = _at(instructions.address(target, 64), to_row, 2 * row_width)
         loaded = []
         for i in range(AT_ONCE):
-            unit = arith.addi(arith.addi(start, thread), _word(i * THREADS))
-            unit = arith.minui(unit, _word(GRANULE * per_row - 1))
+            unit = arith.addi(arith.addi(start, thread), instructions.word(i * THREADS))
+            unit = arith.minui(unit, instructions.word(GRANULE * per_row - 1))
             own, byte = _divide(unit, per_row)
-            byte = arith.muli(byte, _word(UNIT))
+            byte = arith.muli(byte, instructions.word(UNIT))
             head, within = _divide(byte, row.head_bytes)
-            is_value = arith.cmpi(arith.CmpIPredicate.uge, within, _word(row.key_bytes))
+            is_value = arith.cmpi(arith.CmpIPredicate.uge, within, instructions.word(row.key_bytes))
             first = _at(read, own, row_bytes)
-            which = arith.select(is_value, _word(SCALE_BYTES), _word(0))
-            scale = arith.addi(arith.muli(head, _word(2 * SCALE_BYTES)), which)
-            scale = _at(first, arith.addi(scale, _word(row.first_scale)), 1)
-            within = arith.select(is_value, arith.subi(within, _word(row.key_bytes)), within)
-            column = arith.addi(arith.muli(head, _word(head_width)), within)
-            key_width = arith.select(is_value, _word(row.key_width), _word(0))
+            which = arith.select(is_value, instructions.word(SCALE_BYTES), instructions.word(0))
+            scale = arith.addi(arith.muli(head, instructions.word(2 * SCALE_BYTES)), which)
+            scale = _at(first, arith.addi(scale, instructions.word(row.first_scale)), 1)
+            within = arith.select(
+                is_value, arith.subi(within, instructions.word(row.key_bytes)), within
+            )
+            column = arith.addi(arith.muli(head, instructions.word(head_width)), within)
+            key_width = arith.select(
+                is_value, instructions.word(row.key_width), instructions.word(0)
+            )
             to = _at(_at(write, own, 2 * row_width), arith.addi(column, key_width), 2)
-            half = arith.select(is_value, _word(widths[1]), _word(widths[0]))  # bytes of a half
+            half = arith.select(
+                is_value, instructions.word(widths[1]), instructions.word(widths[0])
+            )  # bytes of a half
             loaded.append((_load_pair(_at(first, byte, 1)), _load_float(scale), to, half))
         for words, scale, to, half in loaded:
             parts = [convert(word, scale) for word in words]
@@ -132,12 +138,8 @@ def _widen_units(
     run(source, target, from_row, to_row, start)
 
 
-def _word(value: int) -> Any:
-    return instructions.word(value)
-
-
 def _divide(number: Any, by: int) -> tuple[Any, Any]:
-    return arith.divui(number, _word(by)), arith.remui(number, _word(by))
+    return arith.divui(number, instructions.word(by)), arith.remui(number, instructions.word(by))
 
 
 def _at(address: Any, index: Any, size: int) -> Any:
@@ -145,7 +147,7 @@ def _at(address: Any, index: Any, size: int) -> Any:
 
 
 def _int8(word: Any, scale: Any) -> list[list[Any]]:
-    word = arith.xori(word, _word(0x80808080))  # the number plus 128, in units of 2**-8
+    word = arith.xori(word, instructions.word(0x80808080))  # the number plus 128, in units of 2**-8
     scale = arith.mulf(scale, _float(2.0**8))
     return [[_scale(_insert(word, 0x4505 | i << 4), -128.5, scale) for i in range(4)]]
 

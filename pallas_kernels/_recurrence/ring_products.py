@@ -173,7 +173,9 @@ def multiply_ring(words: Ref, pieces: Array, block: int, length: int) -> Array:
             left = [arith.select(is_second, nothing, word) for word in pair]
             left += [arith.select(is_second, word, nothing) for word in pair]
             for q, total in enumerate(sums):
-                sums[q] = instructions.mma_bf16(total, left, rights[octet][2 * q : 2 * q + 2])
+                sums[q] = instructions.mma(
+                    jnp.bfloat16, total, left, rights[octet][2 * q : 2 * q + 2]
+                )
         # Numbers of a thread: of either half of the columns those of 4.
         found = [
             instructions.pack([total[2 * r + half] for half in range(2) for total in sums])

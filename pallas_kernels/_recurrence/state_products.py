@@ -91,7 +91,7 @@ def multiply_state(factors: Array, states: Ref, products: Ref, stage: Array, til
             for n in range(2):
                 low, high = words[4 * i + 2 * n : 4 * i + 2 * n + 2]
                 left, right = [low, nothing, high, nothing], four[2 * n : 2 * n + 2]
-                sums[n] = instructions.mma_bf16(sums[n], left, right)
+                sums[n] = instructions.mma(jnp.bfloat16, sums[n], left, right)
         found = [arith.addf(*pair) for pair in zip(*(one[:2] for one in sums), strict=True)]
         for distance in (4, 8):  # of the pieces
             found = [arith.addf(x, utils.shfl_bfly(x, distance)) for x in found]
