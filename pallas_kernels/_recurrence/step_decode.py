@@ -12,12 +12,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import Ref, load, store, sync_warps
+from pallas_kernels._mosaic import load, store, sync_warps
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY
 from pallas_kernels._recurrence.step_common import Item, pair_layout
 from pallas_kernels._recurrence.step_replay import RingStepper
 from pallas_kernels._recurrence.step_rings import THREADS, Total
-from pallas_kernels._recurrence.step_shape import StepShape
 
 
 class Head(NamedTuple):
@@ -37,15 +36,8 @@ class Head(NamedTuple):
 class ReplayDecoder(RingStepper):
     """Steps of one token."""
 
-    def __init__(
-        self,
-        shape: StepShape,
-        head_row: int,
-        conv_start: int,
-        ring_rows: tuple[int, ...],
-        refs: tuple[Ref, ...],
-    ) -> None:
-        super().__init__(shape, head_row, conv_start, ring_rows, refs)
+    @override
+    def _name_scratch(self) -> None:
         keys, self.weights, _, self.vectors, self.products, *wide = self.ring_scratch
         self.keys = wide[0] if wide else keys  # in float32
         size = self.rule.value_size

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import Ref, load, store, sync_warps
+from pallas_kernels._mosaic import load, store, sync_warps
 from pallas_kernels._recurrence.ring_products import (
     COLUMNS,
     multiply_ring,
@@ -18,21 +18,14 @@ from pallas_kernels._recurrence.ring_products import (
 from pallas_kernels._recurrence.state_products import load_factors, multiply_state, store_factors
 from pallas_kernels._recurrence.step_common import Item
 from pallas_kernels._recurrence.step_decode import Head, ReplayDecoder
-from pallas_kernels._recurrence.step_shape import StepShape
 
 
 class MmaReplayDecoder(ReplayDecoder):
     """Steps of one token, of bfloat16 states."""
 
-    def __init__(
-        self,
-        shape: StepShape,
-        head_row: int,
-        conv_start: int,
-        ring_rows: tuple[int, ...],
-        refs: tuple[Ref, ...],
-    ) -> None:
-        super().__init__(shape, head_row, conv_start, ring_rows, refs)
+    @override
+    def _name_scratch(self) -> None:
+        super()._name_scratch()
         self.added, self.pair, _, self.words, self.factors = self.ring_scratch[2:]
         self.vectors = self.pair.at[1]  # the key; before it the query
 

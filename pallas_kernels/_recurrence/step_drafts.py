@@ -7,12 +7,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import Ref, load, store, sync_warps
+from pallas_kernels._mosaic import load, store, sync_warps
 from pallas_kernels._recurrence.step_common import Item, pair_layout
 from pallas_kernels._recurrence.step_draft_rings import DraftRing
 from pallas_kernels._recurrence.step_replay import RingStepper
 from pallas_kernels._recurrence.step_rings import THREADS, Total
-from pallas_kernels._recurrence.step_shape import StepShape
 
 
 class Token(NamedTuple):
@@ -38,19 +37,13 @@ class DraftReplayer(RingStepper):
     step.
     """
 
-    def __init__(
-        self,
-        shape: StepShape,
-        head_row: int,
-        conv_start: int,
-        ring_rows: tuple[int, ...],
-        refs: tuple[Ref, ...],
-    ) -> None:
-        super().__init__(shape, head_row, conv_start, ring_rows, refs)
-        self.drafts = DraftRing(shape, ring_rows, self.pages, self.computed, *self.ring_scratch[:3])
+    @override
+    def _name_scratch(self) -> None:
+        given = self.pages, self.computed, *self.ring_scratch[:3]
+        self.drafts = DraftRing(self.shape, self.ring.rows, *given)
         self.ring = self.drafts
         self.vectors, self.weights, self.products = self.ring_scratch[3:]
-        self.size = shape.tiles * shape.rows  # values of a thread block
+        self.size = self.shape.tiles * self.shape.rows  # values of a thread block
         layouts = {THREADS: self.ring.vector, THREADS // 2: pair_layout().reduce(1)}
         self.values = layouts.get(self.size, self.row)
 

@@ -30,6 +30,10 @@ class RingStepper(Stepper):
     ) -> None:
         super().__init__(shape, head_row, conv_start, refs)
         self.ring = StepRing(shape, ring_rows, self.pages, self.computed, *self.ring_scratch[:3])
+        self._name_scratch()
+
+    def _name_scratch(self) -> None:
+        """Names the arrays in shared memory that only these steps have."""
 
     @override
     def _more_copies(self, item: Item) -> list[tuple[Ref, Ref]]:
